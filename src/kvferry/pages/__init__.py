@@ -1,0 +1,1 @@
+"""Page stores: where the bytes of pages live. `base` is the contract, `memory` the reference."""
