@@ -1,0 +1,191 @@
+"""What the two halves of the offload connector and the engine's adapter say to each other.
+
+    adapter (scheduler) --> Planner --Plan--> adapter --> (step's metadata) --> Jobs
+    adapter (scheduler) <-- Planner <--Report-- adapter <-- (worker metadata) <-- Jobs
+
+A *part* is one cache group of one pipeline stage: it has its own namespace, keys and pages. A
+chunk of tokens is a hit only if every part that needs it can serve it. All messages are
+`msgspec.Struct`s, encoded with msgpack: nothing here is pickled by its own rules.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from kvferry.layout import Address, PageGeometry, Placement, Region
+
+
+class Part(msgspec.Struct, frozen=True):
+    """One part as the scheduler side knows it: equal on all ranks of a stage.
+
+    `group_index`: position in the engine's block tables, good inside this engine only.
+    `window_tokens`: tokens before a boundary that must be there to go on from it; None: all.
+    """
+
+    stage: int
+    group_index: int
+    namespace: bytes
+    group: int
+    block_tokens: int
+    chunk_tokens: int
+    slice_count: int
+    payload_bytes: int
+    description: str
+    window_tokens: int | None = None
+
+    @property
+    def geometry(self) -> PageGeometry:
+        return PageGeometry(self.slice_count, self.payload_bytes, self.chunk_tokens)
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """What one rank is: sent in its first report. Parts of one stage must be equal on all its
+    ranks; `store_id` and `epoch` on all ranks."""
+
+    rank: int
+    rank_count: int
+    stage: int
+    store_id: bytes
+    parts: tuple[Part, ...]
+
+
+class LocalPart(msgspec.Struct, frozen=True):
+    """One part as a worker knows it: where its bytes lie. Never leaves the process."""
+
+    part: Part
+    regions: tuple[Region, ...]
+    placement: Placement
+
+
+class StoreItem(msgspec.Struct, frozen=True, array_like=True):
+    """Store one chunk: its blocks are final after this step's forward."""
+
+    part_index: int
+    key: bytes
+    parent: bytes
+    chunk_index: int
+    blocks: tuple[int, ...]
+    segment: int
+    slot: int
+    generation: bytes
+    lease_s: float  # what is surely left of the reservation when the plan was made
+
+    @property
+    def address(self) -> Address:
+        return Address(self.segment, self.slot)
+
+
+class LoadItem(msgspec.Struct, frozen=True, array_like=True):
+    """Load one chunk into these blocks; `device.base.SKIP` for those that are there already."""
+
+    part_index: int
+    key: bytes
+    parent: bytes
+    chunk_index: int
+    blocks: tuple[int, ...]
+    segment: int
+    slot: int
+    generation: bytes
+
+    @property
+    def address(self) -> Address:
+        return Address(self.segment, self.slot)
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True):
+    """All loads of one request. It ends exactly once, in `Finished`, by `deadline_s` at most."""
+
+    request_id: str
+    items: tuple[LoadItem, ...]
+    deadline_s: float
+
+
+class Plan(msgspec.Struct, frozen=True, array_like=True):
+    """One step, scheduler to worker.
+
+    `overwritten`: every block that this step may overwrite: what it allocated newly, for whatever
+    reason. When `Jobs.before_step` returns, no gather still needs one of them.
+    `late_stores`: blocks that were final before this step and may be lost in it.
+    `drop_stores`: the namespace has changed (weights, reset): stores under way are dropped, loads
+    under way fail.
+    """
+
+    parts: tuple[bytes, ...] = ()  # namespaces, in the order of `part_index`
+    stores: tuple[StoreItem, ...] = ()
+    late_stores: tuple[StoreItem, ...] = ()
+    loads: tuple[Load, ...] = ()
+    overwritten: tuple[int, ...] = ()
+    drop_stores: bool = False
+
+
+class Report(msgspec.Struct, frozen=True, array_like=True):
+    """One rank's word to the scheduler side; merged over ranks by concatenation.
+
+    `failed_keys`: (namespace, key) that a load could not read or verify; they arrive no later
+    than the report that ends the request's load.
+    """
+
+    identities: tuple[Identity, ...] = ()
+    failed_keys: tuple[tuple[bytes, bytes], ...] = ()
+    loaded_bytes: int = 0
+    loading_s: float = 0.0
+
+    def merge(self, other: "Report") -> "Report":
+        return Report(
+            self.identities + other.identities,
+            self.failed_keys + other.failed_keys,
+            self.loaded_bytes + other.loaded_bytes,
+            self.loading_s + other.loading_s,
+        )
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """Loads that ended since the last call. `failed` is a subset of `done`; `failed_blocks` are
+    the blocks of failed chunks and of all later ones of the same request."""
+
+    done: frozenset[str] = frozenset()
+    failed: frozenset[str] = frozenset()
+    failed_blocks: frozenset[int] = frozenset()
+
+
+class Request(Protocol):
+    """What the planner must know of a request. The adapter's object; read on any thread, so what
+    it returns does not change while the request lives, except that `tokens` grows at its end."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """Prompt and accepted output, known ids only."""
+
+    @property
+    def is_cacheable(self) -> bool:
+        """False: neither looked up nor stored (prompt embeddings without a digest, ...)."""
+
+    @property
+    def is_readable(self) -> bool:
+        """False: not looked up (prompt log-probabilities, "skip reading the cache")."""
+
+    def extras(self, start_token: int, end_token: int) -> bytes:
+        """Encoded extra key inputs (`keys.encode_extras`) of the tokens [start, end): LoRA
+        digest and salt in the first chunk, images where they lie."""
+
+
+class Scheduled(msgspec.Struct, frozen=True):
+    """One request in one step. Tokens [0, computed + scheduled) have KV after the forward, but
+    only `tokens` of the request are known and accepted."""
+
+    request_id: str
+    computed_tokens: int
+    scheduled_tokens: int
+
+
+class Step(msgspec.Struct, frozen=True):
+    """One step as the scheduler decided it."""
+
+    scheduled: tuple[Scheduled, ...]
+    preempted: frozenset[str]
+    new_blocks: frozenset[int]  # newly allocated ids, targets of block copies included
+    tables: Callable[[str], Sequence[Sequence[int]]]  # request -> block ids by group, now
