@@ -1,0 +1,369 @@
+"""Configuration: one frozen tree, decoded from vLLM's `kv_connector_extra_config`.
+
+What cannot be right is a `ConfigError` that names the key, its value, what was expected and the
+nearest valid name; nothing is guessed and nothing is ignored. Fields are of two scopes: *cluster*
+fields must be equal in all engines that share a store, *process* fields are tuning of one process.
+The reference page docs/configuration.md is generated from this class.
+
+This is also the only module that looks at the environment and at the user's folders.
+"""
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.errors import ConfigError
+
+PAGES_SCHEMES = ("posix", "memory")
+CATALOG_SCHEMES = ("lmdb", "memory")
+SIZE_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "PiB": 1 << 50}
+
+_cluster = partial(Meta, extra={"scope": "cluster"})
+_process = partial(Meta, extra={"scope": "process"})
+
+_Bytes = Annotated[int, Meta(ge=4096, le=1 << 60)]
+_Seconds = Annotated[float, Meta(gt=0, le=86400)]
+_Threads = Annotated[int, Meta(ge=1, le=64)]
+_Name = Annotated[str, Meta(min_length=1, max_length=256)]
+_Tokens = Annotated[int, Meta(ge=1, le=1 << 16)]
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All settings of the offload connector in one process. Made by `decode`; immutable."""
+
+    pages: Annotated[
+        str,
+        _process(
+            description="URL of the page store: `posix:///path` (a folder on any file system that"
+            " all engines see) or `memory:` (this process only, for tests)."
+        ),
+    ]
+    capacity_bytes: Annotated[
+        _Bytes | None,
+        _cluster(
+            description="Hard budget of the store. Needed to create it; afterwards it may be left"
+            " out, and must agree if given (`kvferry resize` changes it)."
+        ),
+    ] = None
+    catalog: Annotated[
+        str | None,
+        _cluster(
+            description="URL of the catalog: `lmdb:///path` (a folder on a local disk of the one"
+            " host) or `memory:`. Default: an LMDB in"
+            " `$XDG_STATE_HOME/kvferry/<store id>`, or `~/.local/state` where that is not set."
+        ),
+    ] = None
+    chunk_tokens: Annotated[
+        _Tokens | None,
+        _cluster(
+            description="Tokens in one chunk, a multiple of vLLM's block size. Default: the"
+            " smallest power of two for which one head's part has 1 MiB, at most 256."
+        ),
+    ] = None
+    model_id: Annotated[
+        _Name | None,
+        _cluster(
+            description="Name of the model in the store's keys. Default: derived from the model's"
+            " commit or files. Set it only if you know that the bytes are interchangeable."
+        ),
+    ] = None
+    weights_id: Annotated[
+        _Name | None,
+        _cluster(
+            description="Name of the weights after an update in a running engine. Without it, what"
+            " is computed after an update stays private to that engine."
+        ),
+    ] = None
+    tenant: Annotated[
+        str,
+        _process(
+            max_length=256,
+            description="Written into each page that this engine stores, to tell who stored it.",
+        ),
+    ] = ""
+    alignment_bytes: Annotated[
+        _Bytes,
+        _cluster(
+            description="Where slots may start: a power of two, at least 4096. Raise it to the"
+            " block size of the file system (3FS: its chunk size). Fixed when the store is made."
+        ),
+    ] = 4096
+    segment_bytes: Annotated[
+        _Bytes | None,
+        _cluster(
+            description="Length of a segment file, a multiple of `alignment_bytes`. Default: by"
+            " capacity. Fixed when the store is made."
+        ),
+    ] = None
+    direct_io: Annotated[
+        Literal["auto", "on", "off"],
+        _process(
+            description="Bypass the page cache: `auto` where the file system can, `on` refuses to"
+            " start where it cannot, `off` never."
+        ),
+    ] = "auto"
+    staging_bytes: Annotated[
+        int,
+        _process(
+            ge=1 << 20,
+            le=1 << 44,
+            description="Memory of each worker between engine and storage: bounds the bytes in"
+            " flight.",
+        ),
+    ] = 256 << 20
+    read_threads: Annotated[_Threads, _process(description="Threads that read pages.")] = 4
+    write_threads: Annotated[_Threads, _process(description="Threads that write pages.")] = 2
+    copy_threads: Annotated[
+        _Threads, _process(description="Threads that copy between engine memory and staging.")
+    ] = 1
+    lookup_deadline_s: Annotated[
+        _Seconds,
+        _process(description="A lookup that has no answer by then is a miss."),
+    ] = 0.5
+    load_deadline_s: Annotated[
+        _Seconds,
+        _process(description="A load that is not complete by then is given up and recomputed."),
+    ] = 10.0
+    store_deadline_s: Annotated[
+        _Seconds,
+        _process(description="A store that is not on storage by then is dropped."),
+    ] = 30.0
+    reservation_lease_s: Annotated[
+        _Seconds,
+        _process(
+            description="How long a reserved slot is held for its writer; at least"
+            " `store_deadline_s`. After a crash the slot is free again after this time and"
+            " `grace_s`."
+        ),
+    ] = 60.0
+    grace_s: Annotated[
+        float,
+        _process(
+            ge=0,
+            le=86400,
+            description="How long an evicted slot is not reused, for readers that are under way.",
+        ),
+    ] = 10.0
+    reserve_ahead_count: Annotated[
+        int,
+        _process(ge=1, le=65536, description="Slots reserved ahead, so that no store waits."),
+    ] = 64
+    load_tokens_min: Annotated[
+        int,
+        _process(ge=0, le=1 << 30, description="A hit of fewer tokens is computed, not loaded."),
+    ] = 0
+    cost_model: Annotated[
+        bool,
+        _process(
+            description="Skip loads that by measurement would be slower than computing the tokens."
+        ),
+    ] = True
+    allow_failed_requests: Annotated[
+        bool,
+        _process(
+            description="Start although `kv_load_failure_policy` is `fail`: a page that cannot be"
+            " loaded then fails its request."
+        ),
+    ] = False
+    failed_key_ttl_s: Annotated[
+        _Seconds,
+        _process(description="A page that failed to load is not offered again for this time."),
+    ] = 30.0
+
+    def catalog_url(self, store_id: bytes) -> str:
+        """Where the catalog of the opened store is. `store_id`: from the store's superblock."""
+        if self.catalog is not None:
+            return self.catalog
+        if split_url(self.pages).scheme == "memory":
+            return "memory:"
+        return f"lmdb://{state_folder() / store_id.hex()}"
+
+
+class FieldFacts(NamedTuple):
+    """What the reference page says of one field."""
+
+    name: str
+    kind: str
+    default: str
+    scope: str
+    description: str
+
+
+class Url(NamedTuple):
+    """A backend and where it is. `path` is absolute, or empty for `memory:`."""
+
+    scheme: str
+    path: str
+
+
+def decode(options: Mapping[str, Any]) -> Config:
+    """`kv_connector_extra_config` to `Config`. Raises ConfigError, see the module."""
+    types = {field.name: field for field in msgspec.structs.fields(Config)}
+    values = {}
+    for name, value in options.items():
+        if name not in types:
+            raise _unknown_key(name, value, list(types))
+        values[name] = _convert(name, value, types[name].type)
+    if "pages" not in values:
+        raise ConfigError(
+            "config.missing",
+            'pages is missing: where the pages are, such as "posix:///var/kv"',
+            key="pages",
+        )
+    config = Config(**values)
+    _check(config)
+    return config
+
+
+def field_facts() -> list[FieldFacts]:
+    """All fields, in the order of the class."""
+    return [_facts(field) for field in msgspec.structs.fields(Config)]
+
+
+def parse_size(name: str, text: str) -> int:
+    """ "200GiB" to bytes. Units are powers of 1024: KiB, MiB, GiB, TiB, PiB, or none."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if match is None:
+        raise _wrong(name, text, 'a number of bytes, or a size such as "200GiB"')
+    number, unit = match.groups()
+    if unit not in SIZE_UNITS:
+        raise _wrong(name, text, f"a size in {', '.join(filter(None, SIZE_UNITS))}", near=unit)
+    return (
+        int(float(number) * SIZE_UNITS[unit]) if "." in number else int(number) * SIZE_UNITS[unit]
+    )
+
+
+def split_url(url: str) -> Url:
+    """`posix:///var/kv` to ("posix", "/var/kv"); `memory:` to ("memory", "")."""
+    scheme, _, rest = url.partition(":")
+    return Url(scheme, rest.removeprefix("//"))
+
+
+def state_folder() -> Path:
+    """Where embedded catalogs lie by default. It need not exist."""
+    return _user_folder("XDG_STATE_HOME", ".local/state")
+
+
+def cache_folder() -> Path:
+    """Where what can be made again lies (the demo's converted model). It need not exist."""
+    return _user_folder("XDG_CACHE_HOME", ".cache")
+
+
+def child_environment(**changes: str) -> dict[str, str]:
+    """This process's environment with changes, for a child process."""
+    return {**os.environ, **changes}
+
+
+def _user_folder(variable: str, below_home: str) -> Path:
+    named = os.environ.get(variable, "")
+    if os.path.isabs(named):
+        return Path(named, "kvferry")
+    try:
+        return Path.home() / below_home / "kvferry"
+    except RuntimeError:
+        raise ConfigError(
+            "config.no_home", f"no home folder: set {variable} to an absolute path"
+        ) from None
+
+
+def _convert(name: str, value: Any, kind: Any) -> Any:
+    if isinstance(value, str) and name.endswith("_bytes"):
+        value = parse_size(name, value)
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise _wrong(name, value, _expected(kind, str(error)), near=value) from None
+
+
+def _expected(kind: Any, message: str) -> str:
+    """From msgspec's "Expected `int` >= 1" or "Expected `float`, got `str`"."""
+    plain = get_args(kind)[0]
+    if get_origin(plain) is Literal:
+        return _kind_text(plain)
+    return message.removeprefix("Expected ").partition(", got")[0].replace("`", "")
+
+
+def _check(config: Config) -> None:
+    """What one field's type cannot say."""
+    _check_url("pages", config.pages, PAGES_SCHEMES)
+    if config.catalog is not None:
+        _check_url("catalog", config.catalog, CATALOG_SCHEMES)
+    alignment = config.alignment_bytes
+    if alignment & (alignment - 1) or alignment > 1 << 30:
+        raise _wrong("alignment_bytes", alignment, "a power of two, 4096 to 1 GiB")
+    segment = config.segment_bytes
+    if segment is not None and (segment % alignment or segment < 2 * alignment):
+        raise _wrong("segment_bytes", segment, f"a multiple of {alignment}, at least two of them")
+    capacity = config.capacity_bytes
+    if capacity is not None and capacity < (segment or 2 * alignment):
+        raise _wrong("capacity_bytes", capacity, "at least one segment")
+    if config.reservation_lease_s < config.store_deadline_s:
+        expected = f"at least store_deadline_s ({config.store_deadline_s})"
+        raise _wrong("reservation_lease_s", config.reservation_lease_s, expected)
+
+
+def _check_url(name: str, url: str, schemes: tuple[str, ...]) -> None:
+    scheme, path = split_url(url)
+    forms = ", ".join("memory:" if known == "memory" else f"{known}:///path" for known in schemes)
+    if scheme not in schemes:
+        raise _wrong(name, url, forms, near=scheme)
+    if scheme == "memory":
+        if path:
+            raise _wrong(name, url, "memory: with nothing behind it")
+    elif not url.startswith(f"{scheme}:///") or path.strip("/") == "":
+        near = f"{scheme}:///{path.strip('/') or 'path'}"
+        raise _wrong(name, url, f"an absolute path with three slashes, such as {near}")
+
+
+_WORDS = (*PAGES_SCHEMES, *CATALOG_SCHEMES, *filter(None, SIZE_UNITS), "auto", "on", "off")
+
+
+def _wrong(name: str, value: Any, expected: str, near: Any = None) -> ConfigError:
+    """One message for every field: key, value, what was expected, and the nearest valid word."""
+    message = f"{name}: expected {expected}, got {value!r}" + _suggestion(near, _WORDS)
+    return ConfigError("config.wrong_value", message, key=name)
+
+
+def _unknown_key(name: str, value: Any, known: list[str]) -> ConfigError:
+    suggestion = _suggestion(name, known) or f". Valid keys: {', '.join(known)}"
+    message = f"unknown key {name!r} (value {value!r}) in kv_connector_extra_config" + suggestion
+    return ConfigError("config.unknown_key", message, key=name)
+
+
+def _suggestion(word: str | None, known: Any) -> str:
+    near = difflib.get_close_matches(str(word), known, 1, 0.5)
+    return f". Did you mean {near[0]!r}?" if near else ""
+
+
+def _facts(field: msgspec.structs.FieldInfo) -> FieldFacts:
+    meta = field.type.__metadata__[-1]
+    plain = get_type_hints(Config)[field.name]
+    return FieldFacts(
+        field.name,
+        "size" if field.name.endswith("_bytes") else _kind_text(plain),
+        "required" if field.required else _default_text(field),
+        meta.extra["scope"],
+        meta.description,
+    )
+
+
+def _kind_text(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return " or ".join(f'"{value}"' for value in get_args(kind))
+    plain = next((member for member in get_args(kind) if member is not type(None)), kind)
+    return {int: "integer", float: "number", str: "text", bool: "boolean"}[plain]
+
+
+def _default_text(field: msgspec.structs.FieldInfo) -> str:
+    if field.default is None:
+        return "see text"
+    if field.name.endswith("_bytes") and field.default >= 1 << 20:
+        return f'"{field.default >> 20}MiB"'
+    return msgspec.json.encode(field.default).decode()
