@@ -7,8 +7,7 @@ bytes is the canonical one of `layout`.
 Life of a job:
 
 1. `submit` names blocks and staging; both belong to the job until `poll` or `wait` returned it.
-2. Gathers and scatters of one copier run in the order in which they were submitted only where
-   `submit` says so (`after`), and otherwise in any order.
+2. Jobs of one copier may run in any order and at the same time.
 3. `finish(jobs)` is the fence: when it returns True, their blocks have been read (or written).
 
 Threads: any thread may call; calls do not hold the GIL while bytes move. Which memory a copier

@@ -1,0 +1,76 @@
+"""Staging: kvferry's own memory between engine blocks and anything else.
+
+A page-aligned anonymous mapping cut into slots of one size, registered once with whatever moves
+bytes. A slot is handed out and back exactly once; one that an operation still uses after its
+deadline simply is not given back until the operation ends. Loads come before stores: a part of
+the slots is kept for them.
+"""
+
+import ctypes
+import mmap
+import threading
+
+from kvferry.errors import ConfigError, InternalError
+from kvferry.layout import SLICE_ALIGNMENT_BYTES, round_up
+
+
+class Staging:
+    """`slot_bytes` is rounded up to 4 KiB. Any thread may take and give back."""
+
+    def __init__(self, total_bytes: int, slot_bytes: int):
+        self.slot_bytes = round_up(slot_bytes, SLICE_ALIGNMENT_BYTES)
+        self.slot_count = total_bytes // self.slot_bytes
+        if self.slot_count < 2:  # one for loads, one for stores
+            raise ConfigError(
+                "staging_too_small",
+                f"staging_bytes={total_bytes} holds fewer than two pages of {self.slot_bytes} "
+                f"bytes; set it to at least {2 * self.slot_bytes}",
+                key="staging_bytes",
+            )
+        self.kept_for_loads = max(1, self.slot_count // 4)
+        self.address = 0
+        self._memory: mmap.mmap | None = None
+        self._free: list[int] = []
+        self._taken: set[int] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def length_bytes(self) -> int:
+        return self.slot_count * self.slot_bytes
+
+    @property
+    def taken_count(self) -> int:
+        return len(self._taken)
+
+    def open(self) -> None:
+        self._memory = mmap.mmap(-1, self.length_bytes)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._free = [self.address + i * self.slot_bytes for i in range(self.slot_count)]
+
+    def close(self) -> None:
+        """Idempotent. The mapping stays as long as anything still points into it (a write that
+        hangs in the system): it is left to the end of the process if slots are out."""
+        self._free = []
+
+    def take_for_load(self) -> int | None:
+        """The address of a free slot, now the caller's; None if there is none."""
+        return self._take(0)
+
+    def take_for_store(self) -> int | None:
+        """As `take_for_load`, but leaves the slots that are kept for loads."""
+        return self._take(self.kept_for_loads)
+
+    def _take(self, leave_count: int) -> int | None:
+        with self._lock:
+            if len(self._free) <= leave_count:
+                return None
+            address = self._free.pop()
+            self._taken.add(address)
+            return address
+
+    def give_back(self, address: int) -> None:
+        with self._lock:
+            if address not in self._taken:
+                raise InternalError("staging_returned_twice", "slot is not out", address=address)
+            self._taken.remove(address)
+            self._free.append(address)
