@@ -11,7 +11,7 @@ This is also the only module that looks at the environment and at the user's fol
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
@@ -234,7 +234,8 @@ def parse_size(name: str, text: str) -> int:
         raise _wrong(name, text, 'a number of bytes, or a size such as "200GiB"')
     number, unit = match.groups()
     if unit not in SIZE_UNITS:
-        raise _wrong(name, text, f"a size in {', '.join(filter(None, SIZE_UNITS))}", near=unit)
+        units = list(filter(None, SIZE_UNITS))
+        raise _wrong(name, text, f"a size in {', '.join(units)}", unit, units)
     return (
         int(float(number) * SIZE_UNITS[unit]) if "." in number else int(number) * SIZE_UNITS[unit]
     )
@@ -279,14 +280,18 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise _wrong(name, value, _expected(kind, str(error)), near=value) from None
+        raise _wrong(name, value, _expected(kind, str(error)), value, _choices(kind)) from None
+
+
+def _choices(kind: Any) -> tuple[str, ...]:
+    plain = get_args(kind)[0]
+    return get_args(plain) if get_origin(plain) is Literal else ()
 
 
 def _expected(kind: Any, message: str) -> str:
     """From msgspec's "Expected `int` >= 1" or "Expected `float`, got `str`"."""
-    plain = get_args(kind)[0]
-    if get_origin(plain) is Literal:
-        return _kind_text(plain)
+    if choices := _choices(kind):
+        return " or ".join(f'"{choice}"' for choice in choices)
     return message.removeprefix("Expected ").partition(", got")[0].replace("`", "")
 
 
@@ -313,7 +318,7 @@ def _check_url(name: str, url: str, schemes: tuple[str, ...]) -> None:
     scheme, path = split_url(url)
     forms = ", ".join("memory:" if known == "memory" else f"{known}:///path" for known in schemes)
     if scheme not in schemes:
-        raise _wrong(name, url, forms, near=scheme)
+        raise _wrong(name, url, forms, scheme, schemes)
     if scheme == "memory":
         if path:
             raise _wrong(name, url, "memory: with nothing behind it")
@@ -322,22 +327,21 @@ def _check_url(name: str, url: str, schemes: tuple[str, ...]) -> None:
         raise _wrong(name, url, f"an absolute path with three slashes, such as {near}")
 
 
-_WORDS = (*PAGES_SCHEMES, *CATALOG_SCHEMES, *filter(None, SIZE_UNITS), "auto", "on", "off")
-
-
-def _wrong(name: str, value: Any, expected: str, near: Any = None) -> ConfigError:
-    """One message for every field: key, value, what was expected, and the nearest valid word."""
-    message = f"{name}: expected {expected}, got {value!r}" + _suggestion(near, _WORDS)
+def _wrong(
+    name: str, value: Any, expected: str, word: Any = None, words: Sequence[str] = ()
+) -> ConfigError:
+    """One message for every field. `words`: what the wrong `word` may have been meant to be."""
+    message = f"{name}: expected {expected}, got {value!r}" + _suggestion(word, words)
     return ConfigError("config.wrong_value", message, key=name)
 
 
-def _unknown_key(name: str, value: Any, known: list[str]) -> ConfigError:
+def _unknown_key(name: str, value: Any, known: Sequence[str]) -> ConfigError:
     suggestion = _suggestion(name, known) or f". Valid keys: {', '.join(known)}"
     message = f"unknown key {name!r} (value {value!r}) in kv_connector_extra_config" + suggestion
     return ConfigError("config.unknown_key", message, key=name)
 
 
-def _suggestion(word: str | None, known: Any) -> str:
+def _suggestion(word: Any, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(str(word), known, 1, 0.5)
     return f". Did you mean {near[0]!r}?" if near else ""
 
