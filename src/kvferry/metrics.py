@@ -1,0 +1,194 @@
+"""Counting: what each process counts, how counts cross processes, how Prometheus sees them.
+
+Which metrics there are, and what to do about each, stands in `metric_table`.
+
+Each process counts in one `Metrics`. What vLLM carries between processes is a *snapshot*: plain
+dicts of text and numbers, so that it can be encoded and merged without this class:
+
+    {"kvferry_lookups_total": {"hit": 3, "miss": 1}, "kvferry_load_seconds": {"": [[2, 0.3], ...]}}
+
+The inner key is the label values, joined by commas ("" without labels). A histogram is one
+[count, sum] for each bucket, the last one unbounded. Merging adds counters and histograms; of a
+gauge the greatest value stays, so gauges are made such that the greatest is the one to look at.
+"""
+
+import threading
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from kvferry.errors import InternalError
+from kvferry.metric_table import METRICS, Kind, Metric
+
+Snapshot = dict[str, dict[str, Any]]
+
+SECONDS_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+
+
+class Metrics:
+    """The counts of one process. Any thread may call any method; each takes about 1 microsecond.
+
+    A name or label that is not in the table is an InternalError.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: Snapshot = {}
+        self._drained: Snapshot = {}
+
+    def count(self, name: str, value: float = 1, **labels: str) -> None:
+        """Adds to a counter."""
+        key = _metric(name, Kind.COUNTER).label_key(labels)
+        with self._lock:
+            values = self._values.setdefault(name, {})
+            values[key] = values.get(key, 0) + value
+
+    def set(self, name: str, value: float) -> None:
+        """Sets a gauge."""
+        _metric(name, Kind.GAUGE)
+        with self._lock:
+            self._values[name] = {"": value}
+
+    def observe(self, name: str, value: float, **labels: str) -> None:
+        """Adds one observation to a histogram."""
+        key = _metric(name, Kind.HISTOGRAM).label_key(labels)
+        with self._lock:
+            buckets = self._values.setdefault(name, {}).setdefault(key, _no_buckets())
+            bucket = buckets[bisect_left(SECONDS_BUCKETS, value)]
+            bucket[0] += 1
+            bucket[1] += value
+
+    def value(self, name: str, **labels: str) -> float:
+        """A counter's or gauge's value, 0 if it never moved."""
+        key = METRICS[name].label_key(labels)
+        with self._lock:
+            return self._values.get(name, {}).get(key, 0)
+
+    def snapshot(self) -> Snapshot:
+        """A copy of everything since the start."""
+        with self._lock:
+            return _copy(self._values)
+
+    def drain(self) -> Snapshot:
+        """What was counted since the last drain, and all gauges. One caller only."""
+        now = self.snapshot()
+        changes = {name: _changes(name, now[name], self._drained.get(name, {})) for name in now}
+        self._drained = now
+        return {name: values for name, values in changes.items() if values}
+
+
+def merge(snapshots: Iterable[Snapshot]) -> Snapshot:
+    """One snapshot of several processes. Names that this version does not know are left out."""
+    merged: Snapshot = {}
+    for snapshot in snapshots:
+        for name in snapshot.keys() & METRICS.keys():
+            target = merged.setdefault(name, {})
+            for key, value in _copy_values(snapshot[name]).items():
+                target[key] = _sum(name, target[key], value) if key in target else value
+    return merged
+
+
+class Exporter:
+    """Shows drained snapshots to Prometheus. One thread calls `observe`.
+
+    `counter`, `gauge`, `histogram`: classes with the interface of `prometheus_client` (vLLM brings
+    its own); `label_names`: labels that every metric has besides its own.
+    """
+
+    def __init__(
+        self, counter: Any, gauge: Any, histogram: Any, label_names: Sequence[str] = ()
+    ) -> None:
+        makers = {Kind.COUNTER: counter, Kind.GAUGE: gauge, Kind.HISTOGRAM: histogram}
+        self._metrics = {
+            metric.name: makers[metric.kind](
+                name=metric.name,
+                documentation=metric.meaning,
+                labelnames=[*label_names, *metric.labels],
+                **({"buckets": SECONDS_BUCKETS} if metric.kind is Kind.HISTOGRAM else {}),
+            )
+            for metric in METRICS.values()
+        }
+
+    def observe(self, drained: Snapshot, label_values: Sequence[Any] = ()) -> None:
+        """Adds what was counted since the last call."""
+        for name, values in drained.items():
+            for key, value in values.items():
+                all_labels = [*label_values, *(key.split(",") if key else ())]
+                target = self._metrics[name]
+                _export(
+                    METRICS[name].kind, target.labels(*all_labels) if all_labels else target, value
+                )
+
+
+def prometheus_exporter(registry: Any = None) -> Exporter:
+    """An exporter to a registry of `prometheus_client` (None: its default one)."""
+    import prometheus_client  # noqa: PLC0415  imported by those who export only
+
+    target = {"registry": registry or prometheus_client.REGISTRY}
+
+    def into_registry(metric_class: Any) -> Any:
+        return lambda **arguments: metric_class(**arguments, **target)
+
+    return Exporter(
+        into_registry(prometheus_client.Counter),
+        into_registry(prometheus_client.Gauge),
+        into_registry(prometheus_client.Histogram),
+    )
+
+
+def _export(kind: Kind, target: Any, value: Any) -> None:
+    if kind is Kind.COUNTER:
+        target.inc(value)
+    elif kind is Kind.GAUGE:
+        target.set(value)
+    else:
+        for count, total in value:
+            for _ in range(count):
+                target.observe(total / count)
+
+
+def _metric(name: str, kind: Kind) -> Metric:
+    metric = METRICS.get(name)
+    if metric is None or metric.kind is not kind:
+        raise InternalError("metrics.name", f"no {kind.value} is called {name!r}")
+    return metric
+
+
+def _no_buckets() -> list[list[float]]:
+    return [[0, 0.0] for _ in range(len(SECONDS_BUCKETS) + 1)]
+
+
+def _copy(snapshot: Snapshot) -> Snapshot:
+    return {name: _copy_values(values) for name, values in snapshot.items()}
+
+
+def _copy_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: [list(bucket) for bucket in value] if isinstance(value, list) else value
+        for key, value in values.items()
+    }
+
+
+def _sum(name: str, a: Any, b: Any) -> Any:
+    kind = METRICS[name].kind
+    if kind is Kind.GAUGE:
+        return max(a, b)
+    if kind is Kind.COUNTER:
+        return a + b
+    return [[x + y for x, y in zip(p, q, strict=True)] for p, q in zip(a, b, strict=True)]
+
+
+def _changes(name: str, now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    kind = METRICS[name].kind
+    if kind is Kind.GAUGE:
+        return dict(now)
+    changed = {key: value for key, value in now.items() if value != before.get(key)}
+    if kind is Kind.COUNTER:
+        return {key: value - before.get(key, 0) for key, value in changed.items()}
+    return {
+        key: [
+            [x - y for x, y in zip(p, q, strict=True)]
+            for p, q in zip(value, before.get(key, _no_buckets()), strict=True)
+        ]
+        for key, value in changed.items()
+    }
