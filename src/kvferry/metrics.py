@@ -26,7 +26,7 @@ SECONDS_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0,
 
 
 class Metrics:
-    """The counts of one process. Any thread may call any method; each takes about 1 microsecond.
+    """The counts of one process. Any thread may call any method; each takes a few microseconds.
 
     A name or label that is not in the table is an InternalError.
     """

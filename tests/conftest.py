@@ -1,0 +1,28 @@
+"""What part of the tests this environment can run, said once at the end of the report."""
+
+import importlib.util
+from pathlib import Path
+
+NEEDS_ENGINE = Path(__file__).parent / "e2e"
+
+
+def _has_engine() -> bool:
+    return importlib.util.find_spec("vllm") is not None
+
+
+def _has_native() -> bool:
+    return importlib.util.find_spec("kvferry._native") is not None
+
+
+def pytest_ignore_collect(collection_path):
+    """Tests with a real engine are not even imported where there is none."""
+    if collection_path == NEEDS_ENGINE and not _has_engine():
+        return True
+    return None
+
+
+def pytest_terminal_summary(terminalreporter):
+    if not _has_native():
+        terminalreporter.write_line("no native extension here: its tests were skipped")
+    if not _has_engine():
+        terminalreporter.write_line("no vLLM here: tests/e2e was left out")
