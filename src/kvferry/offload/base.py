@@ -8,12 +8,17 @@ chunk of tokens is a hit only if every part that needs it can serve it. All mess
 `msgspec.Struct`s, encoded with msgpack: nothing here is pickled by its own rules.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import msgspec
 
+from kvferry.keys import DIGEST_BYTES
 from kvferry.layout import Address, PageGeometry, Placement, Region
+
+SLOT = struct.Struct("<II16s")
+"""Segment, slot, generation."""
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -58,46 +63,65 @@ class LocalPart(msgspec.Struct, frozen=True):
     placement: Placement
 
 
-class StoreItem(msgspec.Struct, frozen=True, array_like=True):
-    """Store one chunk: its blocks are final after this step's forward."""
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """Consecutive chunks of one part, in columns, so that the scheduler side only slices.
+
+    `keys`: 32 bytes each, of chunks `first_chunk` on; `parent`: the key before the first.
+    `slots`: 24 bytes each, segment, slot and generation as `SLOT` packs them.
+    `blocks`: block ids of all chunks in order, as many for each; `device.base.SKIP` or the null
+    block where there is none.
+    """
 
     part_index: int
+    first_chunk: int
+    parent: bytes
+    keys: bytes
+    slots: bytes
+    blocks: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.keys) // DIGEST_BYTES
+
+    def chunks(self) -> Iterator["Chunk"]:
+        """The span row by row."""
+        parent, width = self.parent, len(self.blocks) // len(self)
+        for index, packed in enumerate(SLOT.iter_unpack(self.slots)):
+            segment, slot, generation = packed
+            key = self.keys[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+            blocks = self.blocks[index * width : (index + 1) * width]
+            yield Chunk(
+                self.first_chunk + index, key, parent, Address(segment, slot), generation, blocks
+            )
+            parent = key
+
+
+class Chunk(NamedTuple):
+    """One row of a span."""
+
+    chunk_index: int
     key: bytes
     parent: bytes
-    chunk_index: int
-    blocks: tuple[int, ...]
-    segment: int
-    slot: int
+    address: Address
     generation: bytes
-    lease_s: float  # what is surely left of the reservation when the plan was made
-
-    @property
-    def address(self) -> Address:
-        return Address(self.segment, self.slot)
-
-
-class LoadItem(msgspec.Struct, frozen=True, array_like=True):
-    """Load one chunk into these blocks; `device.base.SKIP` for those that are there already."""
-
-    part_index: int
-    key: bytes
-    parent: bytes
-    chunk_index: int
     blocks: tuple[int, ...]
-    segment: int
-    slot: int
-    generation: bytes
 
-    @property
-    def address(self) -> Address:
-        return Address(self.segment, self.slot)
+
+class Store(msgspec.Struct, frozen=True, array_like=True):
+    """Store these chunks: their blocks are final after this step's forward. `lease_s`: what is
+    surely left of their reservations when the plan was made."""
+
+    span: Span
+    lease_s: float
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
-    """All loads of one request. It ends exactly once, in `Finished`, by `deadline_s` at most."""
+    """All loads of one request: the tokens [start_token, end_token), in whole blocks. It ends
+    exactly once, in `Finished`, at most `deadline_s` after the worker got it."""
 
     request_id: str
-    items: tuple[LoadItem, ...]
+    spans: tuple[Span, ...]
+    start_token: int
+    end_token: int
     deadline_s: float
 
 
@@ -106,14 +130,15 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
 
     `overwritten`: every block that this step may overwrite: what it allocated newly, for whatever
     reason. When `Jobs.before_step` returns, no gather still needs one of them.
+    `parts`: what `part_index` counts; empty until all ranks have agreed who they are.
     `late_stores`: blocks that were final before this step and may be lost in it.
     `drop_stores`: the namespace has changed (weights, reset): stores under way are dropped, loads
     under way fail.
     """
 
-    parts: tuple[bytes, ...] = ()  # namespaces, in the order of `part_index`
-    stores: tuple[StoreItem, ...] = ()
-    late_stores: tuple[StoreItem, ...] = ()
+    parts: tuple[tuple[int, int, bytes], ...] = ()  # stage, group index, namespace
+    stores: tuple[Store, ...] = ()
+    late_stores: tuple[Store, ...] = ()
     loads: tuple[Load, ...] = ()
     overwritten: tuple[int, ...] = ()
     drop_stores: bool = False
@@ -129,7 +154,7 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
     identities: tuple[Identity, ...] = ()
     failed_keys: tuple[tuple[bytes, bytes], ...] = ()
     loaded_bytes: int = 0
-    loading_s: float = 0.0
+    loading_s: float = 0.0  # time during which at least one load was under way
 
     def merge(self, other: "Report") -> "Report":
         return Report(

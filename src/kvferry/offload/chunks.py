@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from kvferry.catalog.base import Hit
 from kvferry.device.base import SKIP
 from kvferry.offload.base import Part
 
@@ -11,35 +11,66 @@ NULL_BLOCK = 0
 """vLLM's placeholder in block tables of windowed groups."""
 
 
+class Runs(NamedTuple):
+    """Where hits lie among the chunks of one part, made once per lookup.
+
+    `back[i]`: how many hits in a row end with chunk `i`; `ahead[i]`: how many start with it.
+    """
+
+    back: list[int]
+    ahead: list[int]
+
+
+def runs_of(is_hit: Sequence[bool]) -> Runs:
+    back, run = [], 0
+    for hit in is_hit:
+        run = run + 1 if hit else 0
+        back.append(run)
+    ahead, run = [], 0
+    for hit in reversed(is_hit):
+        run = run + 1 if hit else 0
+        ahead.append(run)
+    return Runs(back, ahead[::-1])
+
+
 def servable_boundary(
-    parts: Sequence[Part],
-    hits: Sequence[Sequence[Hit | None]],
-    computed_tokens: int,
-    limit_tokens: int,
+    parts: Sequence[Part], runs: Sequence[Runs], computed_tokens: int, limit_tokens: int
 ) -> int:
     """The greatest token count that all parts can serve, or `computed_tokens` if none is greater.
 
-    `hits[p][i]`: answer for chunk `i` of part `p`. Tokens before `computed_tokens` are in engine
-    memory already. The result is at most `limit_tokens` and a multiple of every chunk size.
+    Tokens before `computed_tokens` are in engine memory already. The result is at most
+    `limit_tokens` and a multiple of every chunk size. The source of the rule for windows is
+    vLLM's suffix lookup: only the last window before the boundary must be there.
     """
     stride = math.lcm(*(part.chunk_tokens for part in parts))
-    runs = [_run_lengths(answers) for answers in hits]
-    boundary = limit_tokens - limit_tokens % stride
+    boundary = min(limit_tokens, _reach(parts, runs, computed_tokens))
+    boundary -= boundary % stride
     while boundary > computed_tokens:
-        needs = [_shortfall(part, run, computed_tokens, boundary) for part, run in zip(parts, runs)]
-        if not any(needs):
+        if all(
+            _serves(part, run, computed_tokens, boundary)
+            for part, run in zip(parts, runs, strict=True)
+        ):
             return boundary
         boundary -= stride
     return computed_tokens
 
 
-def _run_lengths(answers: Sequence[Hit | None]) -> list[int]:
-    """For each chunk, how many hits in a row end with it."""
-    lengths, run = [], 0
-    for answer in answers:
-        run = run + 1 if answer is not None else 0
-        lengths.append(run)
-    return lengths
+def _reach(parts: Sequence[Part], runs: Sequence[Runs], computed_tokens: int) -> int:
+    """How far the parts without a window go, and the last chunk that all have."""
+    reaches = []
+    for part, run in zip(parts, runs, strict=True):
+        end = len(run.ahead)
+        first = computed_tokens // part.chunk_tokens
+        if part.window_tokens is None:
+            end = first + run.ahead[first] if first < end else 0
+        reaches.append(end * part.chunk_tokens)
+    return min(reaches)
+
+
+def _serves(part: Part, runs: Runs, computed_tokens: int, boundary: int) -> bool:
+    last = boundary // part.chunk_tokens - 1
+    needed = last + 1 - first_needed_chunk(part, computed_tokens, boundary)
+    return last < len(runs.back) and runs.back[last] >= needed
 
 
 def first_needed_chunk(part: Part, computed_tokens: int, boundary: int) -> int:
@@ -51,27 +82,21 @@ def first_needed_chunk(part: Part, computed_tokens: int, boundary: int) -> int:
     return first_token // part.chunk_tokens
 
 
-def _shortfall(part: Part, runs: Sequence[int], computed_tokens: int, boundary: int) -> bool:
-    last = boundary // part.chunk_tokens - 1
-    needed = last + 1 - first_needed_chunk(part, computed_tokens, boundary)
-    return last >= len(runs) or runs[last] < needed
-
-
-def chunk_blocks(part: Part, table: Sequence[int], chunk_index: int) -> tuple[int, ...]:
-    """The blocks of one chunk in the request's block table of the part's group."""
-    count = part.chunk_tokens // part.block_tokens
-    first = chunk_index * count
-    return tuple(table[first : first + count])
+def span_blocks(part: Part, table: Sequence[int], first: int, end: int) -> tuple[int, ...]:
+    """Blocks of the chunks [first, end) in the block table of the part's group, as long as the
+    table has them."""
+    width = part.chunk_tokens // part.block_tokens
+    return tuple(table[first * width : end * width])
 
 
 def blocks_to_load(
-    part: Part, table: Sequence[int], chunk_index: int, start_token: int, end_token: int
+    part: Part, blocks: Sequence[int], chunk_index: int, start_token: int, end_token: int
 ) -> tuple[int, ...]:
-    """As `chunk_blocks`, with SKIP for blocks outside [start_token, end_token) or not there."""
-    count = part.chunk_tokens // part.block_tokens
-    blocks = []
-    for index in range(chunk_index * count, (chunk_index + 1) * count):
-        first_token = index * part.block_tokens
-        is_wanted = start_token <= first_token < end_token and index < len(table)
-        blocks.append(table[index] if is_wanted and table[index] != NULL_BLOCK else SKIP)
-    return tuple(blocks)
+    """A chunk's blocks with SKIP for those that are not there or outside [start, end)."""
+    first_token = chunk_index * part.chunk_tokens
+    return tuple(
+        block
+        if block > NULL_BLOCK and start_token <= first_token + i * part.block_tokens < end_token
+        else SKIP
+        for i, block in enumerate(blocks)
+    )

@@ -1,0 +1,83 @@
+"""One lookup: hash a request's tokens, ask the catalog. Runs on the runner thread.
+
+All that grows with the length of a prompt happens here, so that the scheduler thread only slices
+what came out.
+"""
+
+from array import array
+from collections.abc import Callable, Sequence
+
+from kvferry.catalog.base import Catalog
+from kvferry.keys import DIGEST_BYTES, ROOT_PARENT
+from kvferry.offload.base import SLOT, Part, Request
+from kvferry.offload.chunks import runs_of
+
+ABSENT_SLOT = bytes(SLOT.size)
+
+Hasher = Callable[[bytes, bytes, bytes, int, Sequence[bytes]], bytes]
+"""`_native.chain_keys` or a reference of it."""
+
+
+class PartAnswer:
+    """What one part has of a prompt: three columns over its full chunks.
+
+    `keys`: 32 bytes each; `slots`: 24 bytes each, zeros for a miss; `runs`: where the hits lie.
+    """
+
+    def __init__(self, keys: bytes, slots: bytes):
+        self.keys = keys
+        self.slots = slots
+        self.is_hit = [
+            slots[start : start + SLOT.size] != ABSENT_SLOT
+            for start in range(0, len(slots), SLOT.size)
+        ]
+        self.runs = runs_of(self.is_hit)
+
+    def key(self, chunk_index: int) -> bytes:
+        return self.keys[chunk_index * DIGEST_BYTES : (chunk_index + 1) * DIGEST_BYTES]
+
+    def without(self, chunk_indices: Sequence[int]) -> "PartAnswer":
+        """The same answer with these chunks as misses."""
+        slots = bytearray(self.slots)
+        for index in chunk_indices:
+            slots[index * SLOT.size : (index + 1) * SLOT.size] = ABSENT_SLOT
+        return PartAnswer(self.keys, bytes(slots))
+
+
+def chunk_keys(
+    hasher: Hasher, part: Part, request: Request, parent: bytes, first_chunk: int, end_chunk: int
+) -> bytes:
+    """Keys of the chunks [first_chunk, end_chunk), 32 bytes each."""
+    size = part.chunk_tokens
+    tokens = array("I", request.tokens[first_chunk * size : end_chunk * size]).tobytes()
+    extras = [request.extras(i * size, (i + 1) * size) for i in range(first_chunk, end_chunk)]
+    return hasher(part.namespace, parent, tokens, size, extras)
+
+
+class Lookup:
+    """Made on the scheduler thread, run once on the runner thread. `keys` is set as soon as they
+    are known, also when the catalog then fails or the answer comes too late."""
+
+    def __init__(self, catalog: Catalog, hasher: Hasher, parts: Sequence[Part], request: Request):
+        self._catalog = catalog
+        self._hasher = hasher
+        self._parts = parts
+        self._request = request
+        self.token_count = len(request.tokens)
+        self.keys: tuple[bytes, ...] | None = None
+
+    def run(self) -> tuple[PartAnswer, ...]:
+        self.keys = tuple(self._hash(part) for part in self._parts)
+        return tuple(self._ask(part, keys) for part, keys in zip(self._parts, self.keys))
+
+    def _hash(self, part: Part) -> bytes:
+        end_chunk = self.token_count // part.chunk_tokens
+        return chunk_keys(self._hasher, part, self._request, ROOT_PARENT, 0, end_chunk)
+
+    def _ask(self, part: Part, keys: bytes) -> PartAnswer:
+        if not self._request.is_readable:
+            return PartAnswer(keys, bytes(SLOT.size * (len(keys) // DIGEST_BYTES)))
+        names = [keys[i : i + DIGEST_BYTES] for i in range(0, len(keys), DIGEST_BYTES)]
+        hits = self._catalog.lookup(part.namespace, names)
+        packed = (SLOT.pack(*hit.address, hit.generation) if hit else ABSENT_SLOT for hit in hits)
+        return PartAnswer(keys, b"".join(packed))

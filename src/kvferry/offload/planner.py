@@ -1,0 +1,317 @@
+"""The scheduler half: what to look up, load, reserve and store. Nothing here blocks.
+
+Life of a request:
+
+1. `on_new_request`: its lookup goes to the runner thread (once all ranks have said who they are).
+2. `match`: None while the answer is pending and its deadline has not passed, else a number.
+3. `allocated`: if the engine took the offer, a load joins the next plan.
+4. `build`: each step's plan: loads, stores of chunks that the step completes, and the blocks that
+   it may overwrite.
+5. `finished`: chunks that are complete but not planned yet join the next plan.
+
+One thread: the scheduler's. The catalog and the page store are touched by the runner alone.
+"""
+
+import functools
+import logging
+from collections.abc import Sequence
+
+from kvferry.catalog.base import Catalog, Slot
+from kvferry.catalog.runner import Runner, Ticket, TicketState
+from kvferry.clock import Clock
+from kvferry.config import Config
+from kvferry.errors import IncompatibleError
+from kvferry.metrics import Metrics
+from kvferry.offload.agreement import Agreement
+from kvferry.offload.base import Load, Part, Plan, Report, Request, Scheduled, Step, Store
+from kvferry.offload.cost import CostModel
+from kvferry.offload.lookup import Hasher
+from kvferry.offload.matcher import Matcher
+from kvferry.offload.record import Record
+from kvferry.offload.room import Demand, make_room
+from kvferry.offload.store_planner import StorePlanner
+from kvferry.pages.base import PageStore, StoreFacts
+
+log = logging.getLogger(__name__)
+
+RESERVED_AHEAD_MAX = 4096
+
+
+class Planner:
+    """See the module. `facts`: what the opened page store said. The caller has opened `catalog`
+    and `pages` and starts `runner`; `close` leaves them to the caller."""
+
+    def __init__(
+        self,
+        config: Config,
+        clock: Clock,
+        metrics: Metrics,
+        catalog: Catalog,
+        pages: PageStore,
+        facts: StoreFacts,
+        runner: Runner,
+        hasher: Hasher,
+        rank_count: int,
+    ):
+        self._config = config
+        self._clock = clock
+        self._metrics = metrics
+        self._catalog = catalog
+        self._pages = pages
+        self._facts = facts
+        self._runner = runner
+        self._agreement = Agreement(rank_count, facts.store_id)
+        self._cost = CostModel(config.cost_model)
+        self._matcher = Matcher(config, clock, metrics, catalog, runner, hasher, self._cost)
+        self._stores = StorePlanner(hasher, metrics, config.store_deadline_s)
+        self._records: dict[str, Record] = {}
+        self._demands: list[Demand] = []
+        self._refills: dict[int, tuple[Ticket, float]] = {}
+        self._loads: list[Load] = []
+        self._load_blocks: set[int] = set()
+        self._late_stores: list[Store] = []
+        self._must_drop = False
+        self._last_step: tuple[float, int] | None = None
+
+    # What the engine tells
+
+    def on_new_request(self, request: Request) -> None:
+        if not request.is_cacheable:
+            self._metrics.count("kvferry_lookups_total", outcome="skipped")
+            return
+        deadline_s = self._clock.now_s() + self._config.lookup_deadline_s
+        record = Record(request, deadline_s)
+        self._records[request.request_id] = record
+        if self._agreement.parts:
+            self._begin(record)
+
+    def match(self, request_id: str, computed_tokens: int, total_tokens: int) -> int | None:
+        """Tokens beyond `computed_tokens` that can be loaded; None: pending, ask again."""
+        record = self._records.get(request_id)
+        if record is None:
+            return 0
+        return self._matcher.match(record, computed_tokens, total_tokens)
+
+    def allocated(
+        self, request_id: str, tables: Sequence[Sequence[int]], external_tokens: int
+    ) -> None:
+        """The engine admitted the request, with `external_tokens` of ours (0: none taken)."""
+        record = self._records.get(request_id)
+        if record is None or external_tokens == 0 or record.answer is None:
+            return
+        load = self._matcher.load(record, [list(table) for table in tables], external_tokens)
+        self._loads.append(load)
+        for span in load.spans:
+            self._load_blocks.update(block for block in span.blocks if block > 0)
+
+    def build(self, step: Step) -> Plan:
+        """The plan of this step."""
+        now_s = self._clock.now_s()
+        self._measure(step, now_s)
+        self._collect_refills(now_s)
+        self._stores.tainted -= step.new_blocks
+        stores: list[Store] = []
+        for scheduled in step.scheduled:
+            record = self._records.get(scheduled.request_id)
+            if record is not None:
+                stores += self._advance(record, scheduled, step, now_s)
+        for request_id in step.preempted:
+            if request_id in self._records:
+                self._records[request_id].is_scheduled = False
+        self._refill(now_s)
+        return self._take_plan(step, stores)
+
+    def finished(
+        self, request_id: str, tables: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        """The request ended, for whatever reason. `tables`: its blocks, if it still has them."""
+        record = self._records.pop(request_id, None)
+        if record is None:
+            return
+        self._forget_demand(record)
+        end = min(record.computed_tokens, len(record.request.tokens) - 1)
+        if tables is not None and record.is_storable and end >= record.next_boundary:
+            self._matcher.adopt_keys(record)
+            now_s = self._clock.now_s()
+            self._late_stores += self._used(self._stores.plan(record, tables, end, now_s), now_s)
+
+    def receive(self, report: Report) -> None:
+        """What the workers say: who they are, and which keys failed."""
+        for identity in report.identities:
+            try:
+                if self._agreement.add(identity):
+                    self._begin_all()
+            except IncompatibleError as error:
+                self._metrics.count("kvferry_identity_refusals_total")
+                log.error("kvferry stands aside: %s", error)
+        self._cost.saw_load(report.loaded_bytes, report.loading_s)
+        for _, key in report.failed_keys:
+            self._quarantine(key)
+
+    def reset(self) -> None:
+        """The weights may have changed: nothing stored so far is offered or added to."""
+        self._metrics.count("kvferry_namespace_resets_total")
+        self._must_drop = True
+        self._give_back_pools()
+        if self._config.weights_id is None:
+            self._agreement.make_private(self._clock.random_bytes(32))
+        for record in self._records.values():
+            record.lookup = record.ticket = record.answer = None
+            record.chains = []
+            record.is_storable = record.is_storable and not record.computed_tokens
+        if self._agreement.parts:
+            self._begin_all()
+
+    def close(self) -> None:
+        """Gives the reserved slots back, as far as the runner still gets to it."""
+        self._give_back_pools()
+        self._records.clear()
+
+    def is_idle(self) -> bool:
+        """Nothing is left but the reservation pool."""
+        return not (self._records or self._loads or self._late_stores or self._refills)
+
+    # Requests
+
+    def _begin_all(self) -> None:
+        parts = self._agreement.parts
+        self._matcher.use(parts)
+        self._stores.use(parts)
+        self._refills.clear()
+        slots_in_all = self._facts.capacity_bytes // max(self._slot_bytes(part) for part in parts)
+        count_max = max(2, min(RESERVED_AHEAD_MAX, slots_in_all // (4 * len(parts))))
+        self._demands = [
+            Demand(self._config.reserve_ahead_count, count_max, self._config.grace_s)
+            for _ in parts
+        ]
+        for record in self._records.values():
+            self._begin(record)
+
+    def _slot_bytes(self, part: Part) -> int:
+        return part.geometry.slot_bytes(self._facts.alignment_bytes)
+
+    def _begin(self, record: Record) -> None:
+        self._matcher.ask(record)
+        for part, demand in zip(self._agreement.parts, self._demands, strict=True):
+            demand.in_sight_count += len(record.request.tokens) // part.chunk_tokens
+        self._refill(self._clock.now_s())
+
+    def _forget_demand(self, record: Record) -> None:
+        for index, demand in enumerate(self._demands):
+            part = self._agreement.parts[index]
+            planned = record.chains[index].next_store if record.chains else 0
+            left = len(record.request.tokens) // part.chunk_tokens - planned
+            demand.in_sight_count = max(0, demand.in_sight_count - max(0, left))
+
+    def _quarantine(self, key: bytes) -> None:
+        """A page could not be read or verified: not offered for a while, stored again."""
+        self._matcher.quarantine(key)
+        self._stores.forget(key)
+        for record in self._records.values():
+            for chain in record.chains:
+                position = chain.keys.find(key)
+                if position >= 0 and position % len(key) == 0:
+                    chunk_index = position // len(key)
+                    chain.present.discard(chunk_index)
+                    chain.next_store = min(chain.next_store, chunk_index)
+                    record.next_boundary = 0
+
+    # Steps
+
+    def _advance(
+        self, record: Record, scheduled: Scheduled, step: Step, now_s: float
+    ) -> list[Store]:
+        end = scheduled.computed_tokens + scheduled.scheduled_tokens
+        record.computed_tokens = end
+        if not record.is_scheduled:
+            record.is_scheduled = True
+            self._note_origin(record, scheduled, step)
+        if end < record.next_boundary or not record.is_storable:
+            return []
+        if not record.chains:
+            self._matcher.adopt_keys(record)
+        known = min(end, len(record.request.tokens))
+        if known < record.next_boundary:
+            return []
+        tables = step.tables(record.request_id)
+        return self._used(self._stores.plan(record, tables, known, now_s), now_s)
+
+    def _used(self, stores: list[Store], now_s: float) -> list[Store]:
+        for store in stores:
+            demand = self._demands[store.span.part_index]
+            demand.used(len(store.span), now_s)
+            demand.in_sight_count = max(0, demand.in_sight_count - len(store.span))
+        return stores
+
+    def _note_origin(self, record: Record, scheduled: Scheduled, step: Step) -> None:
+        """Blocks between what the engine had and what it computes first, that we did not load:
+        a sibling connector did."""
+        known_end = max(record.local_tokens, record.loaded_end)
+        for part in self._agreement.parts:
+            first = -(-known_end // part.block_tokens)
+            end = scheduled.computed_tokens // part.block_tokens
+            if first < end:
+                table = step.tables(record.request_id)[part.group_index]
+                self._stores.tainted.update(table[first:end])
+        self._stores.tainted.discard(0)
+
+    def _take_plan(self, step: Step, stores: list[Store]) -> Plan:
+        plan = Plan(
+            parts=self._agreement.namespaces,
+            stores=tuple(stores),
+            late_stores=tuple(self._late_stores),
+            loads=tuple(self._loads),
+            overwritten=tuple(step.new_blocks | self._load_blocks),
+            drop_stores=self._must_drop,
+        )
+        self._loads, self._late_stores, self._load_blocks = [], [], set()
+        self._must_drop = False
+        return plan
+
+    def _measure(self, step: Step, now_s: float) -> None:
+        """Prefill speed: tokens of the last step by the time until this one."""
+        if self._last_step is not None:
+            started_s, tokens = self._last_step
+            self._cost.saw_step(tokens, now_s - started_s)
+        self._last_step = (now_s, sum(s.scheduled_tokens for s in step.scheduled))
+
+    # Reserved slots
+
+    def _refill(self, now_s: float) -> None:
+        for index, demand in enumerate(self._demands):
+            have, wanted = len(self._stores.pools[index]), demand.wanted_count(now_s)
+            if index in self._refills or have * 2 > wanted:
+                continue
+            part = self._agreement.parts[index]
+            work = functools.partial(
+                make_room,
+                self._catalog,
+                self._pages,
+                self._facts,
+                part,
+                wanted - have,
+                self._config.reservation_lease_s,
+            )
+            orphan = functools.partial(self._abort, part.namespace)
+            ticket = self._runner.submit(work, self._config.store_deadline_s, orphan)
+            self._refills[index] = (ticket, now_s)
+
+    def _collect_refills(self, now_s: float) -> None:
+        for index, (ticket, asked_s) in list(self._refills.items()):
+            state = ticket.state(now_s)
+            if state is TicketState.PENDING:
+                continue
+            del self._refills[index]
+            if state is TicketState.DONE:
+                until_s = asked_s + self._config.reservation_lease_s
+                self._stores.pools[index].add(ticket.value, until_s)
+
+    def _give_back_pools(self) -> None:
+        for part, pool in zip(self._agreement.parts, self._stores.pools, strict=True):
+            slots = pool.drain()
+            if slots:
+                work = functools.partial(self._abort, part.namespace, slots)
+                self._runner.submit(work, self._config.store_deadline_s)
+
+    def _abort(self, namespace: bytes, slots: list[Slot]) -> None:
+        self._catalog.abort(namespace, slots)

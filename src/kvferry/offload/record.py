@@ -1,0 +1,61 @@
+"""What the planner knows of one request. One thread: the scheduler's."""
+
+from dataclasses import dataclass, field
+
+from kvferry.catalog.runner import Ticket
+from kvferry.keys import DIGEST_BYTES, ROOT_PARENT
+from kvferry.offload.base import Request
+from kvferry.offload.lookup import Lookup, PartAnswer
+
+
+@dataclass(slots=True)
+class Chain:
+    """One part's chunks of one request.
+
+    `keys`: 32 bytes for each chunk known so far. `present`: chunks that need no store (found in
+    the catalog, loaded, or planned by another request). `next_store`: first chunk not planned.
+    """
+
+    keys: bytes = b""
+    present: set[int] = field(default_factory=set)
+    next_store: int = 0
+
+    @property
+    def known_count(self) -> int:
+        return len(self.keys) // DIGEST_BYTES
+
+    def key(self, chunk_index: int) -> bytes:
+        return self.keys[chunk_index * DIGEST_BYTES : (chunk_index + 1) * DIGEST_BYTES]
+
+    def parent(self, chunk_index: int) -> bytes:
+        return self.key(chunk_index - 1) if chunk_index else ROOT_PARENT
+
+
+@dataclass(slots=True)
+class Record:
+    """One request from `on_new_request` to `finished`.
+
+    `lookup`, `ticket`: the lookup under way or answered; None once its answer was used for a
+    load, or it was void. `answer`: its result. `deadline_s`: when the request stops waiting.
+    `computed_tokens`: KV that exists after the last planned step. `is_storable` turns False when
+    a block of unknown origin is found: what hangs on it is not stored either.
+    """
+
+    request: Request
+    deadline_s: float
+    chains: list[Chain] = field(default_factory=list)
+    lookup: Lookup | None = None
+    ticket: Ticket | None = None
+    answer: tuple[PartAnswer, ...] | None = None
+    answered_s: float = 0.0
+    asked_count: int = 0
+    local_tokens: int = 0
+    loaded_end: int = 0
+    next_boundary: int = 0
+    computed_tokens: int = 0
+    is_storable: bool = True
+    is_scheduled: bool = False
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
