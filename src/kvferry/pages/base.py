@@ -162,3 +162,12 @@ def slot_count(facts: StoreFacts, geometry: PageGeometry) -> int:
 def slot_offset_bytes(facts: StoreFacts, geometry: PageGeometry, slot: int) -> int:
     """Where a slot starts in its segment."""
     return facts.alignment_bytes + slot * geometry.slot_bytes(facts.alignment_bytes)
+
+
+def refusal(segment: SegmentFacts | None, extent: Extent) -> Outcome | None:
+    """Why an operation is not even tried; None if the extent lies in the segment as it is."""
+    if segment is None or extent.address.slot >= segment.slot_count:
+        return Outcome.ABSENT
+    if (segment.namespace, segment.geometry) != (extent.page.namespace, extent.geometry):
+        return Outcome.FOREIGN
+    return None

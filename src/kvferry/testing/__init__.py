@@ -1,0 +1,1 @@
+"""Shipped test support: conformance suites, fault wrappers, clocks that are moved by hand."""
