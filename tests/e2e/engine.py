@@ -1,0 +1,161 @@
+"""A real vLLM engine in a process of its own, driven by one JSON line per call.
+
+The other side is `program.py`. One process opens
+and closes several engines one after another (importing vLLM takes ten times as long as opening a
+tiny model), and can be killed with -9 at any moment. By default the engine runs inside that
+process; `multiprocessing=True` lets vLLM start its own core process as a server does.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PROGRAM = Path(__file__).with_name("program.py")
+
+
+class EngineError(RuntimeError):
+    """What the engine's process said instead of an answer."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One request's result. `cached_tokens`: what vLLM did not compute, local and external."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    cached_tokens: int
+
+
+@dataclass(frozen=True)
+class Answers:
+    """One `generate` call. Counters are vLLM's own, counted over this call."""
+
+    requests: tuple[Answer, ...]
+    external_hit_tokens: int
+    external_query_tokens: int
+    local_hit_tokens: int
+    preemptions: int
+    duration_s: float
+
+    @property
+    def tokens(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(answer.tokens for answer in self.requests)
+
+    @property
+    def logprobs(self) -> tuple[tuple[float, ...], ...]:
+        return tuple(answer.logprobs for answer in self.requests)
+
+
+def connector(**extra: Any) -> dict[str, Any]:
+    """`kv_transfer_config` of an engine with the offload connector."""
+    return {
+        "kv_connector": "FerryStoreConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+
+
+class EngineProcess:
+    """Starts at `start`, ends at `stop` or `kill`. Owned by one test thread."""
+
+    def __init__(self, log: Path, *, multiprocessing: bool = False):
+        self._log = log
+        self._multiprocessing = multiprocessing
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> "EngineProcess":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def start(self) -> None:
+        environment = dict(os.environ) | {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if self._multiprocessing else "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        }
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(PROGRAM)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def open(self, model: Path, **settings: Any) -> float:
+        """Opens an engine with these `LLM` arguments; returns the seconds that it took."""
+        return self._call("open", model=str(model), settings=settings)["duration_s"]
+
+    def close(self) -> None:
+        """Shuts the engine down; the process stays."""
+        self._call("close")
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int = 8,
+        salts: Sequence[str | None] = (),
+        loras: Sequence[str | None] = (),
+        **sampling: Any,
+    ) -> Answers:
+        """Runs all prompts as one batch, greedily. `loras`: adapter folders."""
+        reply = self._call(
+            "generate",
+            prompts=[list(prompt) for prompt in prompts],
+            sampling={"max_tokens": max_tokens, **sampling},
+            salts=list(salts),
+            loras=list(loras),
+        )
+        requests = tuple(
+            Answer(tuple(item["tokens"]), tuple(item["logprobs"]), item["cached_tokens"])
+            for item in reply.pop("requests")
+        )
+        return Answers(requests, **reply)
+
+    def metrics(self) -> dict[str, float]:
+        """All counters and gauges of the engine, summed over labels, by name."""
+        return self._call("metrics")["metrics"]
+
+    def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
+        return self._call("reset", reset_connector=reset_connector)["done"]
+
+    def kill(self) -> None:
+        """SIGKILL to the process and to all that it started. Idempotent."""
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._process = None
+
+    def _call(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        process.stdin.write(json.dumps({"operation": operation, **arguments}) + "\n")
+        process.stdin.flush()
+        line = process.stdout.readline()
+        if not line:
+            tail = self._log.read_text(errors="replace")[-4000:]
+            raise EngineError(f"the engine's process is gone; its log ends with:\n{tail}")
+        reply = json.loads(line)
+        if "error" in reply:
+            raise EngineError(reply["error"])
+        return reply

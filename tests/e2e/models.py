@@ -1,0 +1,87 @@
+"""Tiny seeded models whose logits are peaked, saved as folders that vLLM serves.
+
+Flat logits prove nothing: the argmax of a random tiny model hardly moves when its KV cache is
+wrong. These models have weights scaled so that attention is sharp and every logit depends on the
+whole context; prompts are token ids, so no tokenizer is needed.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+VOCABULARY = 512
+WINDOW_TOKENS = 128
+
+
+def full_attention(seed: int = 1) -> PreTrainedModel:
+    """Qwen3 shape: 3 layers, 2 KV heads of 32, one cache group."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    return _sharpen(Qwen3ForCausalLM(config))
+
+
+def sliding_window(seed: int = 1) -> PreTrainedModel:
+    """Gemma 3 shape: layers alternate between a window of 128 tokens and full attention, so there
+    are two cache groups."""
+    torch.manual_seed(seed)
+    config = Gemma3TextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        sliding_window=WINDOW_TOKENS,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    return _sharpen(Gemma3ForCausalLM(config))
+
+
+def _sharpen(model: PreTrainedModel) -> PreTrainedModel:
+    """Normal weights of unit gain; the head is scaled so that logits have a deviation of 4."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 2:
+                gain = 4.0 if "lm_head" in name else 1.0
+                weight.normal_(0.0, gain / weight.shape[1] ** 0.5)
+            elif "q_norm" in name or "k_norm" in name:
+                weight.fill_(2.0)
+    return model.eval()
+
+
+MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
+    "full": full_attention,
+    "window": sliding_window,
+}
+
+
+def save(name: str, folder: Path) -> Path:
+    """The folder `folder/name`, made unless it is there."""
+    target = folder / name
+    if not (target / "config.json").exists():
+        MAKERS[name]().save_pretrained(target)
+    return target
