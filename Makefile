@@ -49,7 +49,7 @@ lint: $(FAST_INSTALLED)
 	$(FAST)/bin/ruff format --check
 
 docs: $(FAST_INSTALLED)
-	PYTHONPATH=src $(FAST)/bin/python tools/configuration_page.py docs/configuration.md
+	PYTHONPATH=src $(FAST)/bin/python tools/reference_pages.py
 
 clean:
 	rm -rf $(VENV) $(FAST) build
