@@ -15,6 +15,7 @@ One thread: the scheduler's. The catalog and the page store are touched by the r
 import functools
 import logging
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from kvferry.catalog.base import Catalog, Slot
 from kvferry.catalog.runner import Runner, Ticket, TicketState
@@ -28,13 +29,23 @@ from kvferry.offload.cost import CostModel
 from kvferry.offload.lookup import Hasher
 from kvferry.offload.matcher import Matcher
 from kvferry.offload.record import Record
-from kvferry.offload.room import Demand, make_room
+from kvferry.offload.room import Demand, Room
 from kvferry.offload.store_planner import StorePlanner
 from kvferry.pages.base import PageStore, StoreFacts
 
 log = logging.getLogger(__name__)
 
 RESERVED_AHEAD_MAX = 4096
+REFILL_PAUSE_S = 0.25
+"""After a reservation that got fewer slots than it asked for."""
+
+
+class Refill(NamedTuple):
+    """A reservation under way."""
+
+    ticket: Ticket
+    count: int
+    sure_until_s: float
 
 
 class Planner:
@@ -57,7 +68,6 @@ class Planner:
         self._clock = clock
         self._metrics = metrics
         self._catalog = catalog
-        self._pages = pages
         self._facts = facts
         self._runner = runner
         self._agreement = Agreement(rank_count, facts.store_id)
@@ -65,8 +75,10 @@ class Planner:
         self._matcher = Matcher(config, clock, metrics, catalog, runner, hasher, self._cost)
         self._stores = StorePlanner(hasher, metrics, config.store_deadline_s)
         self._records: dict[str, Record] = {}
+        self._room = Room(catalog, pages, facts, metrics)
         self._demands: list[Demand] = []
-        self._refills: dict[int, tuple[Ticket, float]] = {}
+        self._refills: dict[int, Refill] = {}
+        self._refill_after_s = 0.0
         self._loads: list[Load] = []
         self._load_blocks: set[int] = set()
         self._late_stores: list[Store] = []
@@ -278,33 +290,28 @@ class Planner:
     # Reserved slots
 
     def _refill(self, now_s: float) -> None:
+        if now_s < self._refill_after_s:
+            return
         for index, demand in enumerate(self._demands):
             have, wanted = len(self._stores.pools[index]), demand.wanted_count(now_s)
             if index in self._refills or have * 2 > wanted:
                 continue
-            part = self._agreement.parts[index]
-            work = functools.partial(
-                make_room,
-                self._catalog,
-                self._pages,
-                self._facts,
-                part,
-                wanted - have,
-                self._config.reservation_lease_s,
-            )
+            part, lease_s = self._agreement.parts[index], self._config.reservation_lease_s
+            work = functools.partial(self._room.reserve, part, wanted - have, lease_s)
             orphan = functools.partial(self._abort, part.namespace)
             ticket = self._runner.submit(work, self._config.store_deadline_s, orphan)
-            self._refills[index] = (ticket, now_s)
+            self._refills[index] = Refill(ticket, wanted - have, now_s + lease_s)
 
     def _collect_refills(self, now_s: float) -> None:
-        for index, (ticket, asked_s) in list(self._refills.items()):
-            state = ticket.state(now_s)
+        for index, refill in list(self._refills.items()):
+            state = refill.ticket.state(now_s)
             if state is TicketState.PENDING:
                 continue
             del self._refills[index]
-            if state is TicketState.DONE:
-                until_s = asked_s + self._config.reservation_lease_s
-                self._stores.pools[index].add(ticket.value, until_s)
+            slots = refill.ticket.value if state is TicketState.DONE else []
+            self._stores.pools[index].add(slots, refill.sure_until_s)
+            if len(slots) < refill.count:  # full, or the catalog is down: not at every step
+                self._refill_after_s = now_s + REFILL_PAUSE_S
 
     def _give_back_pools(self) -> None:
         for part, pool in zip(self._agreement.parts, self._stores.pools, strict=True):

@@ -1,18 +1,19 @@
 """Slots reserved ahead, so that no round trip lies on the path of a store.
 
-`SlotPool` belongs to the scheduler thread and only takes from what is there. `make_room` runs on
-the runner thread: it reserves, and where free slots are short adds a segment, evicts, deletes what
-was emptied, and reserves again.
+`SlotPool` and `Demand` belong to the scheduler thread and only take from what is there. `Room`
+works on the runner thread: it reserves, and where free slots are short adds segments, evicts, and
+deletes what was emptied.
 """
 
 from collections import deque
 from collections.abc import Sequence
 
-from kvferry.catalog.base import Catalog, Slot
+from kvferry.catalog.base import Catalog, Slot, Space
 from kvferry.errors import ExhaustedError
 from kvferry.layout import Address
+from kvferry.metrics import Metrics
 from kvferry.offload.base import SLOT, Part
-from kvferry.pages.base import PageStore
+from kvferry.pages.base import PageStore, StoreFacts, slot_count
 
 SEGMENTS_PER_CALL_MAX = 8
 """Bounds the time of one call: the rest comes with the next."""
@@ -77,38 +78,62 @@ def unpack(packed: bytes) -> Slot:
     return Slot(Address(segment, slot), generation)
 
 
-def make_room(
-    catalog: Catalog, pages: PageStore, part: Part, count: int, lease_s: float
-) -> list[Slot]:
-    """Reserves up to `count` slots, fewer if the store is full. Runs on the runner thread."""
-    slots = catalog.reserve(part.namespace, count, lease_s)
-    for _ in range(SEGMENTS_PER_CALL_MAX):
-        if len(slots) >= count or not _grow(catalog, pages, part):
-            break
-        slots += catalog.reserve(part.namespace, count - len(slots), lease_s)
-    if len(slots) < count:
-        collect(catalog, pages, [(part.namespace, count - len(slots))])
-    return slots
+def space_of(part: Part, facts: StoreFacts) -> Space:
+    """The catalog's record of a part's namespace in this store."""
+    return Space(
+        namespace=part.namespace,
+        slot_count=slot_count(facts, part.geometry),
+        slot_bytes=part.geometry.slot_bytes(facts.alignment_bytes),
+        slice_count=part.slice_count,
+        chunk_tokens=part.chunk_tokens,
+        description=part.description,
+    )
 
 
-def _grow(catalog: Catalog, pages: PageStore, part: Part) -> bool:
-    segment = catalog.grow(part.namespace)
-    if segment is None:
-        return False
-    try:
-        pages.create_segment(segment, part.namespace, part.geometry)
-    except ExhaustedError:  # the disk is full before the budget is
-        catalog.shrunk(segment)
-        raise
-    catalog.grown(segment)
-    return True
+class Room:
+    """Makes slots for parts. Runs on the runner thread."""
 
+    def __init__(self, catalog: Catalog, pages: PageStore, facts: StoreFacts, metrics: Metrics):
+        self._catalog = catalog
+        self._pages = pages
+        self._facts = facts
+        self._metrics = metrics
 
-def collect(catalog: Catalog, pages: PageStore, wanted: Sequence[tuple[bytes, int]] = ()) -> int:
-    """One sweep, and the deletion of the segments that it emptied. Returns how many pages were
-    evicted."""
-    swept = catalog.sweep(wanted)
-    for segment in swept.deletable_segments:
-        pages.delete_segment(segment)
-        catalog.shrunk(segment)
-    return swept.evicted_count
+    def reserve(self, part: Part, count: int, lease_s: float) -> list[Slot]:
+        """Up to `count` slots, fewer if the store is full: what was evicted for the rest is free
+        after the grace time."""
+        catalog, namespace = self._catalog, part.namespace
+        catalog.attach(space_of(part, self._facts))
+        slots = catalog.reserve(namespace, count, lease_s)
+        for _ in range(SEGMENTS_PER_CALL_MAX):
+            if len(slots) >= count or not self._grow(part):
+                break
+            slots += catalog.reserve(namespace, count - len(slots), lease_s)
+        if len(slots) < count:
+            self.collect([(namespace, count - len(slots))])
+        return slots
+
+    def _grow(self, part: Part) -> bool:
+        """Adds a segment; False if neither the budget nor the disk has room for one."""
+        segment = self._catalog.grow(part.namespace)
+        if segment is None:
+            return False
+        try:
+            self._pages.create_segment(segment, part.namespace, part.geometry)
+        except ExhaustedError:  # the disk is full before the budget is
+            self._metrics.count("kvferry_store_drops_total", reason="no_space")
+            self._catalog.shrunk(segment)
+            return False
+        self._catalog.grown(segment)
+        self._metrics.count("kvferry_segments_created_total")
+        return True
+
+    def collect(self, wanted: Sequence[tuple[bytes, int]] = ()) -> None:
+        """One sweep, and the deletion of the segments that it emptied."""
+        swept = self._catalog.sweep(wanted)
+        self._metrics.count("kvferry_evictions_total", swept.evicted_count)
+        self._metrics.count("kvferry_reservations_expired_total", swept.expired_count)
+        for segment in swept.deletable_segments:
+            self._pages.delete_segment(segment)
+            self._catalog.shrunk(segment)
+            self._metrics.count("kvferry_segments_deleted_total")

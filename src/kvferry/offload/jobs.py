@@ -1,0 +1,162 @@
+"""The worker half: what the engine's thread calls in each step.
+
+    before_step    the fence: no gather needs a block that this step may overwrite; loads begin
+    after_forward  the step's full chunks are final: their gathers begin
+    collect        loads that ended, each once
+    report         the rank's word to the scheduler side
+
+The work itself is the mover's. One thread: the engine's, except where a method says otherwise.
+"""
+
+from collections.abc import Callable, Sequence
+
+from kvferry.clock import Clock
+from kvferry.config import Config
+from kvferry.device.staging import Staging
+from kvferry.metrics import Metrics
+from kvferry.offload.base import Finished, Identity, Plan, Report, Store
+from kvferry.offload.load_jobs import BadPage, LoadJob, LoadJobs
+from kvferry.offload.mover import Mover
+from kvferry.offload.ranks import RankPart
+from kvferry.offload.store_jobs import StoreJobs
+
+EMPTY_STEP_WAIT_S = 0.001
+"""A step without work gives the interpreter away for this long while loads are under way."""
+
+DRAIN_S = 2.0
+"""How long `close` lets stores under way finish."""
+
+
+class Jobs:
+    """See the module. `parts`: this rank's, by place. `closers` run in order at `close`."""
+
+    def __init__(
+        self,
+        config: Config,
+        clock: Clock,
+        metrics: Metrics,
+        identity: Identity,
+        parts: Sequence[RankPart],
+        staging: Staging,
+        loads: LoadJobs,
+        stores: StoreJobs,
+        mover: Mover,
+        closers: Sequence[Callable[[], None]] = (),
+    ):
+        self._config = config
+        self._clock = clock
+        self._metrics = metrics
+        self._identity: Identity | None = identity
+        self._parts = {part.place: part for part in parts}
+        self._by_index: list[RankPart | None] = []
+        self._names: tuple = ()
+        self._staging = staging
+        self._loads = loads
+        self._stores = stores
+        self._mover = mover
+        self._closers = list(closers)
+        self._next_stores: tuple[Store, ...] = ()
+        self._failed_keys: list[tuple[bytes, bytes]] = []
+        self._loaded_bytes = 0
+        self._loading_s = 0.0
+
+    def before_step(self, plan: Plan) -> None:
+        """Before the step may overwrite anything. Waits for gathers of its blocks only."""
+        if plan.drop_stores:
+            self._stores.drop_all("reset")
+            self._loads.void_all()
+        if plan.parts != self._names:
+            self._rename(plan)
+        self._add_stores(plan.late_stores)
+        self._stores.fence(plan.overwritten)
+        for load in plan.loads:
+            self._loads.add(self._by_index, load)
+        self._next_stores = plan.stores
+        if plan.loads or plan.late_stores:
+            self._mover.wake()
+
+    def after_forward(self, is_empty_step: bool) -> None:
+        """After the forward of the step whose plan came last."""
+        stores, self._next_stores = self._next_stores, ()
+        if stores:
+            self._add_stores(stores)
+            self._mover.wake()
+        if is_empty_step and self._loads.pending_count:
+            self._loads.progress.wait(EMPTY_STEP_WAIT_S)
+
+    def collect(self) -> Finished:
+        """Loads that ended since the last call."""
+        ended, bad_pages = self._loads.collect()
+        self._settle(bad_pages)
+        if not ended:
+            return Finished()
+        for job in ended:
+            self._count(job)
+        failed = [job for job in ended if job.has_failed]
+        return Finished(
+            done=frozenset(job.load.request_id for job in ended),
+            failed=frozenset(job.load.request_id for job in failed),
+            failed_blocks=frozenset(block for job in failed for block in job.failed_blocks()),
+        )
+
+    def report(self) -> Report | None:
+        """What there is to say, once; None if nothing."""
+        identities = (self._identity,) if self._identity else ()
+        if not (identities or self._failed_keys or self._loaded_bytes):
+            return None
+        report = Report(
+            identities, tuple(self._failed_keys), self._loaded_bytes, self._loading_s
+        )
+        self._identity = None
+        self._failed_keys, self._loaded_bytes, self._loading_s = [], 0, 0.0
+        return report
+
+    def is_idle(self) -> bool:
+        """Nothing is under way and all staging is back."""
+        is_moving = self._loads.pending_count or self._stores.pending_count
+        return not is_moving and not self._staging.taken_count
+
+    def close(self) -> None:
+        """Lets stores finish for a short while, then lets go of everything. Idempotent."""
+        if self._mover.is_running:
+            give_up_s = self._clock.now_s() + DRAIN_S
+            while self._stores.pending_count and self._clock.now_s() < give_up_s:
+                self._clock.sleep(0.005)
+        self._mover.close(DRAIN_S)
+        closers, self._closers = self._closers, []
+        for close in closers:
+            close()
+
+    def _rename(self, plan: Plan) -> None:
+        self._names = plan.parts
+        self._by_index = []
+        for stage, group_index, namespace in plan.parts:
+            part = self._parts.get((stage, group_index))
+            self._by_index.append(part and part.renamed(namespace))
+
+    def _add_stores(self, stores: Sequence[Store]) -> None:
+        for store in stores:
+            part = self._by_index[store.span.part_index]
+            if part is not None and not self._mover.has_failed:
+                self._stores.add(part, store, self._config.store_deadline_s)
+
+    def _settle(self, bad_pages: Sequence[BadPage]) -> None:
+        gone: dict[bytes, list[tuple[bytes, bytes]]] = {}
+        for page in bad_pages:
+            self._failed_keys.append((page.namespace, page.key))
+            if page.is_gone:
+                gone.setdefault(page.namespace, []).append((page.key, page.generation))
+        for namespace, pages in gone.items():
+            self._mover.evict(namespace, pages)
+
+    def _count(self, job: LoadJob) -> None:
+        duration_s = self._clock.now_s() - job.started_s
+        loaded = [piece for piece in job.pieces if piece.is_loaded]
+        self._loaded_bytes += sum(piece.part.extent_bytes for piece in loaded)
+        self._loading_s += duration_s
+        self._metrics.observe("kvferry_load_seconds", duration_s)
+        whole = "loaded" if not job.has_failed else "partial" if loaded else "failed"
+        self._metrics.count("kvferry_loads_total", outcome=whole)
+        if not job.has_failed:
+            tokens = job.load.end_token - job.load.start_token
+            self._metrics.count("kvferry_loaded_tokens_total", tokens)

@@ -1,0 +1,139 @@
+"""The mover: the one thread of a worker that drives loads and stores.
+
+It submits batches to the page store and the copiers, which work in native threads without the
+GIL, and takes what they return. `step` is one round; tests and the simulated world call it by
+hand, `start` lets a thread do it. It waits in the page store while bytes are out, and otherwise
+sleeps until the engine's thread has something new.
+"""
+
+import functools
+import logging
+import threading
+
+from kvferry.catalog.base import Catalog
+from kvferry.catalog.runner import Runner
+from kvferry.config import Config
+from kvferry.errors import Error
+from kvferry.metrics import Metrics
+from kvferry.offload.load_jobs import LoadJobs
+from kvferry.offload.ranks import RankPart
+from kvferry.offload.store_jobs import StoreJob, StoreJobs, commit_of
+from kvferry.pages.base import PageStore
+
+log = logging.getLogger(__name__)
+
+BUSY_WAIT_S = 0.001
+"""While gathers are out: they have no handle to wait on that the page store knows."""
+IDLE_WAIT_S = 0.05
+
+
+class Mover:
+    """Owns the page store's submitting side. Threads: its own after `start`, else the caller's."""
+
+    def __init__(
+        self,
+        config: Config,
+        metrics: Metrics,
+        catalog: Catalog,
+        pages: PageStore,
+        runner: Runner,
+        loads: LoadJobs,
+        stores: StoreJobs,
+    ):
+        self._config = config
+        self._metrics = metrics
+        self._catalog = catalog
+        self._pages = pages
+        self._runner = runner
+        self._loads = loads
+        self._stores = stores
+        self._wake = threading.Event()
+        self._must_stop = False
+        self._thread: threading.Thread | None = None
+        self.has_failed = False
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="kvferry-mover", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def wake(self) -> None:
+        """There is something new. Any thread."""
+        self._wake.set()
+
+    def close(self, timeout_s: float) -> None:
+        """Stops the thread; waits for it at most this long. Idempotent."""
+        self._must_stop = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def step(self, timeout_s: float = 0.0) -> bool:
+        """One round: loads before stores. True if anything moved."""
+        moved = self._loads.advance()
+        moved = self._stores.advance() or moved
+        results = self._pages.wait(timeout_s) if timeout_s else self._pages.poll()
+        reads = [result for result in results if not self._stores.written(result)]
+        if reads:
+            self._loads.read(reads)
+        self._commit()
+        return moved or bool(results)
+
+    def _run(self) -> None:
+        while not self._must_stop:
+            self._wake.clear()
+            try:
+                moved = self.step()
+                if not moved and not self._wait():
+                    self._wake.wait(IDLE_WAIT_S)
+            # The job runner's edge: whatever a backend does, the engine serves on.
+            except Exception as error:  # noqa: BLE001
+                self._stand_aside(error)
+                return
+
+    def _wait(self) -> bool:
+        """Waits for bytes that are out. False if there are none."""
+        if not (self._loads.pending_count or self._stores.pending_count):
+            return False
+        if not self._wake.is_set():
+            self.step(BUSY_WAIT_S)
+        return True
+
+    def _stand_aside(self, error: Exception) -> None:
+        """Every open record is settled: loads fail, stores are dropped, nothing new is begun."""
+        self._metrics.count("kvferry_internal_errors_total", where="jobs")
+        log.error("kvferry's mover stands aside: %s", error, exc_info=error)
+        self.has_failed = True
+        self._stores.drop_all("closing")
+        self._loads.void_all()
+
+    def _commit(self) -> None:
+        for part, jobs in self._stores.take_commits().items():
+            work = functools.partial(self._tell_catalog, part, jobs)
+            ticket = self._runner.submit(work, self._config.store_deadline_s)
+            if ticket.is_refused:
+                for job in jobs:
+                    self._stores.committed(job, None)
+
+    def _tell_catalog(self, part: RankPart, jobs: list[StoreJob]) -> None:
+        """On the runner's thread."""
+        try:
+            verdicts = self._catalog.commit(part.namespace, [commit_of(job) for job in jobs])
+        except (Error, OSError):
+            for job in jobs:
+                self._stores.committed(job, None)
+            raise
+        for job, verdict in zip(jobs, verdicts, strict=True):
+            self._stores.committed(job, verdict)
+
+    def evict(self, namespace: bytes, pages: list[tuple[bytes, bytes]]) -> None:
+        """Takes pages that turned out bad out of the catalog, when the runner gets to it."""
+        work = functools.partial(self._evict, namespace, pages)
+        self._runner.submit(work, self._config.store_deadline_s)
+
+    def _evict(self, namespace: bytes, pages: list[tuple[bytes, bytes]]) -> None:
+        count = self._catalog.evict(namespace, pages)
+        self._metrics.count("kvferry_evictions_of_bad_total", count)
