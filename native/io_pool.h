@@ -1,0 +1,81 @@
+// Threads that read and write extents, one system call each, and prove what they read.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "crew.h"
+#include "slice_header.h"
+
+namespace kvferry {
+
+// One extent. Trusted: `buffer_address` names slice_count * slice_bytes bytes.
+struct Operation {
+  int descriptor;
+  int64_t offset_bytes;
+  uint64_t buffer_address;
+  uint32_t first_slice;
+  uint32_t slice_count;
+  size_t slice_bytes;
+  SliceHeader page;  // the template of its headers
+
+  size_t extent_bytes() const { return slice_count * slice_bytes; }
+  uint8_t* slice(size_t index) const {
+    return reinterpret_cast<uint8_t*>(buffer_address) + index * slice_bytes;
+  }
+};
+
+struct Result {
+  uint64_t job;
+  size_t index;
+  Outcome outcome = Outcome::kOk;
+  int error_number = 0;
+  std::vector<uint64_t> checksums;  // of payloads, as far as they are known
+};
+
+class IoPool : public std::enable_shared_from_this<IoPool> {
+ public:
+  void start(size_t read_thread_count, size_t write_thread_count);
+
+  // Both return the job's number, from 1 on, and throw std::logic_error after close.
+  uint64_t submit_reads(std::vector<Operation> operations, bool verify_payload);
+  // `checksums`: of all slices of all operations in order, or empty: the pool computes them.
+  uint64_t submit_writes(std::vector<Operation> operations, const std::vector<uint64_t>& checksums);
+
+  // Results since the last call; at most `timeout_s` is spent on waiting for the first.
+  std::vector<Result> wait(double timeout_s);
+
+  // Waits for all that was submitted. False if time ran out: what had not begun never will, and
+  // what hangs keeps its buffer and its thread.
+  bool close(double timeout_s);
+
+ private:
+  struct Task {
+    Operation operation;
+    Result result;
+    bool verify_payload;
+  };
+  struct Queue {
+    std::deque<Task> tasks;
+    std::condition_variable filled;
+  };
+
+  uint64_t submit(Queue& queue, std::vector<Task> tasks);
+  void work(Queue& queue, void (*run)(Task&));
+
+  std::mutex mutex_;
+  Queue reads_;
+  Queue writes_;
+  std::vector<Result> results_;
+  std::condition_variable has_results_;
+  uint64_t last_job_ = 0;
+  bool is_closed_ = false;
+  Crew crew_;
+
+  static void read(Task& task);
+  static void write(Task& task);
+};
+
+}  // namespace kvferry

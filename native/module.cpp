@@ -1,0 +1,245 @@
+// Python bindings: what comes in is checked here, the interpreter is let go of, and the work is
+// done elsewhere. The manual is src/kvferry/_native.pyi.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+
+#include "block_map.h"
+#include "chain_keys.h"
+#include "checksum.h"
+#include "copy_pool.h"
+#include "io_pool.h"
+
+namespace nb = nanobind;
+using namespace kvferry;
+
+namespace {
+
+using NoGil = nb::gil_scoped_release;
+using LayerTuple = std::tuple<uint64_t, size_t, size_t, size_t, size_t, size_t, size_t>;
+using PieceTuple = std::tuple<std::vector<int64_t>, uint64_t>;
+using OperationTuple =
+    std::tuple<int, int64_t, uint64_t, uint32_t, uint32_t, size_t, size_t, nb::bytes>;
+using ResultTuple = std::tuple<uint64_t, size_t, int, int, nb::tuple>;
+
+void require(bool condition, const char* message) {
+  if (!condition) throw nb::value_error(message);
+}
+
+std::string_view view(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
+
+uint64_t checksum_at(uint64_t address, size_t length_bytes) {
+  require(address % sizeof(uint64_t) == 0, "address must be a multiple of 8");
+  require(length_bytes % kLaneBytes == 0, "length_bytes must be a multiple of 4096");
+  const NoGil released;
+  return checksum(reinterpret_cast<const void*>(address), length_bytes);
+}
+
+nb::bytes sha256_portable(const nb::bytes& data) {
+  Sha256 hash(sha256_blocks_portable);
+  hash.update(data.data(), data.size());
+  const Digest digest = hash.finish();
+  return nb::bytes(digest.data(), digest.size());
+}
+
+nb::bytes chain_keys_of(const nb::bytes& name_space, const nb::bytes& parent,
+                        const nb::bytes& tokens, size_t chunk_tokens,
+                        const std::vector<nb::bytes>& extras) {
+  require(name_space.size() == sizeof(Digest), "namespace must have 32 bytes");
+  require(parent.size() == sizeof(Digest), "parent must have 32 bytes");
+  require(tokens.size() % sizeof(uint32_t) == 0, "tokens must have a multiple of 4 bytes");
+  require(chunk_tokens > 0, "chunk_tokens must be positive");
+  require(extras.size() == tokens.size() / sizeof(uint32_t) / chunk_tokens,
+          "extras must have one entry for each full chunk");
+  std::vector<std::string_view> extra_views;
+  for (const nb::bytes& extra : extras) extra_views.push_back(view(extra));
+  const std::string_view name_space_view = view(name_space);
+  const std::string_view parent_view = view(parent);
+  const std::string_view token_view = view(tokens);
+  std::string keys;
+  {
+    const NoGil released;
+    keys = chain_keys(name_space_view, parent_view, token_view, chunk_tokens, extra_views);
+  }
+  return nb::bytes(keys.data(), keys.size());
+}
+
+void init_block_map(BlockMap* self, const std::vector<LayerTuple>& tuples, size_t head_count,
+                    size_t header_bytes, size_t slice_bytes) {
+  std::vector<Layer> layers;
+  const auto to_layer = [](auto... fields) { return Layer{fields...}; };
+  for (const LayerTuple& tuple : tuples) layers.push_back(std::apply(to_layer, tuple));
+  new (self) BlockMap(std::move(layers), head_count, header_bytes, slice_bytes);
+}
+
+void check_gather(const std::vector<int64_t>& blocks) {
+  const bool has_skip = std::any_of(blocks.begin(), blocks.end(), [](int64_t b) { return b < 0; });
+  require(!has_skip, "a gather cannot skip a block");
+}
+
+void gather(const BlockMap& self, const std::vector<int64_t>& blocks, uint64_t address) {
+  check_gather(blocks);
+  self.check_fits(blocks.size());
+  const NoGil released;
+  self.gather(blocks, address);
+}
+
+void scatter(const BlockMap& self, const std::vector<int64_t>& blocks, uint64_t address) {
+  self.check_fits(blocks.size());
+  const NoGil released;
+  self.scatter(blocks, address);
+}
+
+// What Python holds of a pool: its threads hold it as well, and stay when they hang.
+class CopyPoolHandle {
+ public:
+  explicit CopyPoolHandle(size_t thread_count) {
+    require(thread_count > 0, "thread_count must be positive");
+    pool_->start(thread_count);
+  }
+  ~CopyPoolHandle() { pool_->close(); }
+
+  uint64_t submit(const BlockMap& map, bool is_gather, std::vector<PieceTuple> tuples) {
+    std::vector<Piece> pieces;
+    for (auto& [blocks, address] : tuples) {
+      if (is_gather) check_gather(blocks);
+      pieces.push_back({std::move(blocks), address});
+    }
+    return pool_->submit(map, is_gather, std::move(pieces));
+  }
+
+  std::vector<uint64_t> poll() { return pool_->poll(); }
+
+  bool finish(const std::vector<uint64_t>& jobs, double timeout_s) {
+    const NoGil released;
+    return pool_->finish({jobs.begin(), jobs.end()}, timeout_s);
+  }
+
+  void close() {
+    const NoGil released;
+    pool_->close();
+  }
+
+ private:
+  std::shared_ptr<CopyPool> pool_ = std::make_shared<CopyPool>();
+};
+
+Operation to_operation(const OperationTuple& tuple) {
+  Operation operation{};
+  size_t payload_bytes;
+  nb::bytes header;
+  std::tie(operation.descriptor, operation.offset_bytes, operation.buffer_address,
+           operation.first_slice, operation.slice_count, operation.slice_bytes, payload_bytes,
+           header) = tuple;
+  require(operation.offset_bytes >= 0 && operation.offset_bytes % kHeaderBytes == 0,
+          "offset_bytes must be a multiple of 4096");
+  require(operation.buffer_address % kHeaderBytes == 0,
+          "buffer_address must be a multiple of 4096");
+  require(operation.slice_bytes % kHeaderBytes == 0, "slice_bytes must be a multiple of 4096");
+  require(operation.slice_count > 0, "slice_count must be positive");
+  require(payload_bytes > 0 && payload_bytes + kHeaderBytes <= operation.slice_bytes,
+          "payload_bytes must be positive and fit slice_bytes");
+  require(header.size() >= kHeaderUsedBytes && header.size() <= kHeaderBytes,
+          "header must have 256 to 4096 bytes");
+  std::memcpy(&operation.page, header.data(), header.size());
+  require(operation.page.payload_bytes == payload_bytes, "payload_bytes is not the header's");
+  require(operation.page.slice_count >= operation.slice_count &&
+              operation.page.slice_count - operation.slice_count >= operation.first_slice,
+          "first_slice and slice_count exceed the header's slice count");
+  return operation;
+}
+
+std::vector<Operation> to_operations(const std::vector<OperationTuple>& tuples) {
+  std::vector<Operation> operations;
+  for (const OperationTuple& tuple : tuples) operations.push_back(to_operation(tuple));
+  return operations;
+}
+
+class IoPoolHandle {
+ public:
+  IoPoolHandle(size_t read_thread_count, size_t write_thread_count) {
+    require(read_thread_count > 0, "read_thread_count must be positive");
+    require(write_thread_count > 0, "write_thread_count must be positive");
+    pool_->start(read_thread_count, write_thread_count);
+  }
+  ~IoPoolHandle() { pool_->close(0); }
+
+  uint64_t submit_reads(const std::vector<OperationTuple>& operations, bool verify_payload) {
+    return pool_->submit_reads(to_operations(operations), verify_payload);
+  }
+
+  uint64_t submit_writes(const std::vector<OperationTuple>& tuples,
+                         const std::optional<std::vector<uint64_t>>& checksums) {
+    std::vector<Operation> operations = to_operations(tuples);
+    size_t slice_count = 0;
+    for (const Operation& operation : operations) slice_count += operation.slice_count;
+    require(!checksums || checksums->size() == slice_count,
+            "checksums must have one entry for each slice of each operation");
+    return pool_->submit_writes(std::move(operations), checksums.value_or(std::vector<uint64_t>()));
+  }
+
+  std::vector<ResultTuple> poll() { return wait(0); }
+
+  std::vector<ResultTuple> wait(double timeout_s) {
+    std::vector<Result> results;
+    {
+      const NoGil released;
+      results = pool_->wait(timeout_s);
+    }
+    std::vector<ResultTuple> tuples;
+    for (const Result& result : results) {
+      tuples.emplace_back(result.job, result.index, static_cast<int>(result.outcome),
+                          result.error_number, nb::tuple(nb::cast(result.checksums)));
+    }
+    return tuples;
+  }
+
+  bool close(double timeout_s) {
+    const NoGil released;
+    return pool_->close(timeout_s);
+  }
+
+ private:
+  std::shared_ptr<IoPool> pool_ = std::make_shared<IoPool>();
+};
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  nb::set_leak_warnings(false);  // a pool that hangs may outlive the interpreter
+  m.def("checksum", checksum_at, nb::arg("address"), nb::arg("length_bytes"));
+  m.def("sha256_portable", sha256_portable, nb::arg("data"));
+  m.def("chain_keys", chain_keys_of, nb::arg("namespace"), nb::arg("parent"), nb::arg("tokens"),
+        nb::arg("chunk_tokens"), nb::arg("extras"));
+
+  nb::class_<BlockMap>(m, "BlockMap")
+      .def("__init__", init_block_map, nb::arg("layers"), nb::arg("head_count"),
+           nb::arg("header_bytes"), nb::arg("slice_bytes"))
+      .def("gather", gather, nb::arg("blocks"), nb::arg("address"))
+      .def("scatter", scatter, nb::arg("blocks"), nb::arg("address"));
+
+  nb::class_<CopyPoolHandle>(m, "CopyPool")
+      .def(nb::init<size_t>(), nb::arg("thread_count"))
+      .def("submit", &CopyPoolHandle::submit, nb::arg("map"), nb::arg("is_gather"),
+           nb::arg("pieces"))
+      .def("poll", &CopyPoolHandle::poll)
+      .def("finish", &CopyPoolHandle::finish, nb::arg("jobs"), nb::arg("timeout_s"))
+      .def("close", &CopyPoolHandle::close);
+
+  nb::class_<IoPoolHandle>(m, "IoPool")
+      .def(nb::init<size_t, size_t>(), nb::arg("read_thread_count"),
+           nb::arg("write_thread_count"))
+      .def("submit_reads", &IoPoolHandle::submit_reads, nb::arg("operations"),
+           nb::arg("verify_payload"))
+      .def("submit_writes", &IoPoolHandle::submit_writes, nb::arg("operations"),
+           nb::arg("checksums").none())
+      .def("poll", &IoPoolHandle::poll)
+      .def("wait", &IoPoolHandle::wait, nb::arg("timeout_s"))
+      .def("close", &IoPoolHandle::close, nb::arg("timeout_s"));
+}
