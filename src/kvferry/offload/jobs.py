@@ -71,6 +71,8 @@ class Jobs:
         self._stores.fence(plan.overwritten)
         for load in plan.loads:
             self._loads.add(self._by_index, load)
+        if self._mover.has_failed:
+            self._loads.void_all()
         self._next_stores = plan.stores
         if plan.loads or plan.late_stores:
             self._mover.wake()

@@ -124,7 +124,9 @@ class Room:
             self._metrics.count("kvferry_store_drops_total", reason="no_space")
             self._catalog.shrunk(segment)
             return False
-        self._catalog.grown(segment)
+        if not self._catalog.grown(segment):  # took too long: somebody was told to delete it
+            self._pages.delete_segment(segment)
+            return False
         self._metrics.count("kvferry_segments_created_total")
         return True
 
