@@ -7,7 +7,7 @@ the same function at memory speed, and the memory store has one that is fast in 
 """
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from kvferry.layout import HEADER_BYTES, PageGeometry
@@ -20,7 +20,7 @@ TEMPLATE_BYTES = 256  # all named fields; the rest of the block is zeros
 _FIELDS = struct.Struct("<8sII32s32s32s16s16sIIIIQQ")
 _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_OFFSET = 248
-_ZEROS = bytes(HEADER_BYTES)
+_HOLE = bytes(HEADER_BYTES)
 
 Digest = Callable[[bytes | bytearray | memoryview], int]
 """64 bits over a buffer whose length is a multiple of 4,096."""
@@ -45,19 +45,16 @@ def pack(
     page: PageId, geometry: PageGeometry, slice_index: int, payload_checksum: int, digest: Digest
 ) -> bytes:
     """The header block, 4,096 bytes. `payload_checksum`: `digest` of the padded payload."""
-    block = bytearray(_fields(page, geometry, slice_index, payload_checksum))
-    block.extend(_ZEROS[len(block) :])
-    _CHECKSUM.pack_into(block, _CHECKSUM_OFFSET, digest(block))
-    return bytes(block)
+    return seal(bytearray(_fields(page, geometry, slice_index, payload_checksum)), digest)
 
 
 def inspect(block: bytes | memoryview, digest: Digest) -> SliceHeader | Outcome:
     """What a header block says; ABSENT for a hole, CORRUPT if damaged, FOREIGN if it is intact
     and of a version that this code does not know."""
-    fields = _FIELDS.unpack_from(block)
-    if fields[0] == bytes(8):
+    if block == _HOLE:
         return Outcome.ABSENT
-    if fields[0] != MAGIC or not _is_intact(block, digest):
+    fields = _FIELDS.unpack_from(block)
+    if fields[0] != MAGIC or not is_intact(block, digest):
         return Outcome.CORRUPT
     version, length_bytes = fields[1:3]
     if version != FORMAT_VERSION or length_bytes != HEADER_BYTES:
@@ -85,18 +82,37 @@ def verify(
 
 
 def page_of(
-    blocks: Sequence[bytes | memoryview], segment: SegmentFacts, digest: Digest
+    blocks: Iterable[bytes | memoryview], segment: SegmentFacts, digest: Digest
 ) -> PageId | None:
     """The page that the headers of all slices of a slot name; None unless all are intact, of one
-    page and generation, and of the segment's namespace and geometry."""
-    first = inspect(blocks[0], digest)
-    if isinstance(first, Outcome) or first.page.namespace != segment.namespace:
-        return None
+    page and generation, and of the segment's namespace and geometry. Takes no more blocks than
+    it needs."""
+    geometry = segment.geometry
+    page = None
     for slice_index, block in enumerate(blocks):
-        found = verify(block, first.page, segment.geometry, slice_index, digest)
-        if isinstance(found, Outcome) or found.page != first.page:
+        found = inspect(block, digest)
+        if isinstance(found, Outcome) or found.page.namespace != segment.namespace:
             return None
-    return first.page
+        page = page or found.page
+        expected = (page, slice_index, geometry.slice_count, geometry.payload_bytes)
+        if found[:4] != expected:
+            return None
+    return page
+
+
+def seal(block: bytearray, digest: Digest) -> bytes:
+    """Fills a header block up to 4,096 bytes and stamps its checksum."""
+    block.extend(bytes(HEADER_BYTES - len(block)))
+    _CHECKSUM.pack_into(block, _CHECKSUM_OFFSET, digest(block))
+    return bytes(block)
+
+
+def is_intact(block: bytes | bytearray | memoryview, digest: Digest) -> bool:
+    """Whether a header block has the checksum that it was sealed with."""
+    blank = bytearray(block)
+    (stored,) = _CHECKSUM.unpack_from(blank, _CHECKSUM_OFFSET)
+    _CHECKSUM.pack_into(blank, _CHECKSUM_OFFSET, 0)
+    return digest(blank) == stored
 
 
 def checksum(data: bytes | bytearray | memoryview) -> int:
@@ -149,10 +165,3 @@ def _fields(page: PageId, geometry: PageGeometry, slice_index: int, checksum: in
         geometry.payload_bytes,
         checksum,
     )
-
-
-def _is_intact(block: bytes | memoryview, digest: Digest) -> bool:
-    blank = bytearray(block)
-    (stored,) = _CHECKSUM.unpack_from(blank, _CHECKSUM_OFFSET)
-    _CHECKSUM.pack_into(blank, _CHECKSUM_OFFSET, 0)
-    return digest(blank) == stored

@@ -133,10 +133,10 @@ class MemoryPages:
             return
         geometry = found.facts.geometry
         for slot, stored in sorted(found.slots.items()):
-            blocks = [
-                bytes(stored[start : start + HEADER_BYTES])
+            blocks = (
+                bytes(stored[start : start + HEADER_BYTES]).ljust(HEADER_BYTES, b"\0")
                 for start in range(0, geometry.page_bytes, geometry.slice_bytes)
-            ]
+            )
             page = header.page_of(blocks, found.facts, self._digest)
             if page is not None:
                 yield FoundPage(page, Address(segment, slot))
