@@ -17,9 +17,13 @@ Space moves between namespaces by whole segments. `grow` adds one within the cap
 (CREATING until `grown`); an emptied segment is handed out by `sweep` for deletion after the grace
 time and leaves the budget only when `shrunk` says that its file is gone.
 
-Recency: `touch` and `lookup` are calls with a chain of keys, the first one being the start of the
-prefix; a page is never younger than its parent (see `touch`). So "coldest first, at equal age the
-greatest chunk index first" evicts leaves before what they hang on.
+Recency: the age of a page is the minute of its last use. Whatever makes a page younger (`touch`,
+publishing) makes its ancestors at least as young, so a page is never younger than its parent, and
+"coldest first, at equal age the greatest chunk index first" evicts leaves before what they hang on.
+
+A namespace that the catalog does not know (it was lost since `attach`, or had no segment for a day)
+has no pages; verbs that need its `Space` (reserve, grow, adopt) raise UnavailableError with kind
+`catalog.unknown_namespace`: attach it again.
 
 Time is the catalog's own and monotonic, also over a restart and a reboot. Leases are durations.
 Every call is atomic, idempotent where it says so, bounded in work, and may come from any thread
@@ -31,7 +35,18 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
 
+from kvferry.catalog.snapshot import Snapshot
+from kvferry.errors import ConfigError, IncompatibleError, InternalError, UnavailableError
 from kvferry.layout import Address
+
+GRACE_S = 10.0
+"""For how long an evicted or given-up slot is not used again."""
+CREATION_S = 60.0
+"""For how long a new segment may be CREATING, and then idle before another namespace takes it."""
+AGE_STEP_S = 60.0
+"""Granularity of ages."""
+SPACE_IDLE_S = 86_400.0
+"""After this time without a segment a namespace is forgotten."""
 
 
 class Hit(NamedTuple):
@@ -129,17 +144,24 @@ class CatalogStats:
 
 
 class Catalog(Protocol):
-    """See the module. Constructors only store; `open` acquires; `close` is idempotent."""
+    """See the module. Constructors only store; `open` acquires; `close` is idempotent.
+
+    `catalog_id`: 16 random bytes that name this set of records, from `open` on.
+    """
+
+    catalog_id: bytes
 
     def open(self, store_id: bytes, capacity_bytes: int, segment_bytes: int) -> bool:
         """Opens or creates the catalog of one store. Returns True if it is new (or was made for
         another store, whose records are dropped): whoever opened it adopts what the pages say
-        before anybody reserves. Raises ConfigError or UnavailableError."""
+        before anybody reserves. Another capacity than before replaces it: the next sweeps empty
+        what is too much. Raises ConfigError or UnavailableError."""
 
     def close(self) -> None: ...
 
     def attach(self, space: Space) -> None:
-        """Makes a namespace known. Idempotent; IncompatibleError if it is known otherwise."""
+        """Makes a namespace known. Idempotent; IncompatibleError if it is known with other sizes
+        (the first description stays)."""
 
     def lookup(self, namespace: bytes, keys: Sequence[bytes]) -> list[Hit | None]:
         """One answer per key. Changes nothing but counters."""
@@ -155,9 +177,8 @@ class Catalog(Protocol):
         slot of another generation, or published, is left alone."""
 
     def touch(self, namespace: bytes, keys: Sequence[bytes]) -> None:
-        """Marks a chain, start of the prefix first, as used now. Ages are kept at a granularity
-        of a minute: with t = now if the first present key is older than that, else its age, each
-        present key becomes at least as young as t."""
+        """Marks these pages and all their ancestors as used in this minute. Cheap where they
+        are already: nothing is written."""
 
     def evict(self, namespace: bytes, pages: Sequence[tuple[bytes, bytes]]) -> int:
         """Evicts these pages, named by (key, generation); others of the key stay. Returns how
@@ -167,21 +188,74 @@ class Catalog(Protocol):
         """Ends leases and grace times, then makes room: `wanted` says for which namespaces how
         many slots should become free. Where FREE, graced and growable slots do not reach that,
         it evicts: the coldest page of all namespaces decides; if it is of the wanting namespace,
-        pages are evicted one by one, else the coldest segment of its namespace is emptied."""
+        pages are evicted one by one, else the segment of its namespace with the lowest mean age
+        is emptied. At equal age the namespace with the most segments gives. Idle segments of
+        other namespaces (no page, no reservation) go before any page."""
 
     def grow(self, namespace: bytes) -> int | None:
         """The number of a new segment in state CREATING, or None if the budget is used up. One
         that is not `grown` within 60 s is handed out for deletion by `sweep`."""
 
-    def grown(self, segment: int) -> None:
-        """The segment's file is there: its slots are FREE. Idempotent."""
+    def grown(self, segment: int) -> bool:
+        """The segment's file is there: its slots are FREE. Idempotent. False: it was given up
+        meanwhile (or never asked for); the caller deletes the file."""
 
     def shrunk(self, segment: int) -> None:
-        """The segment's file is gone: its bytes leave the budget. Idempotent."""
+        """The segment's file is gone: its bytes leave the budget, and whatever was still said
+        of its slots is void. Idempotent; numbers are never used again."""
 
     def adopt(self, segment: int, namespace: bytes, pages: Sequence[Page]) -> int:
         """Takes over a segment found on the store, with the pages found in it, after `attach` of
-        its namespace; pages whose key is known are dropped. Returns how many were taken. Raises
-        ExhaustedError if the budget does not hold the segment."""
+        its namespace; pages whose key is known are dropped, and so is all of a segment that is
+        known. Returns how many were taken. Raises ExhaustedError if the budget does not hold it."""
 
     def stats(self) -> CatalogStats: ...
+
+    def snapshot(self) -> Snapshot:
+        """Everything, as plain values: for tests and `kvferry check`, slow where there is much.
+        Raises CorruptError where the records contradict each other."""
+
+
+# What every implementation checks in the same words.
+
+
+def check_space(known: Space, asked: Space) -> None:
+    """Raises IncompatibleError if a namespace is known with other sizes."""
+    fields = ("slot_count", "slot_bytes", "slice_count", "chunk_tokens")
+    differing = [name for name in fields if getattr(known, name) != getattr(asked, name)]
+    if differing:
+        raise IncompatibleError(
+            "catalog.space",
+            "the namespace is known with other sizes",
+            known={name: getattr(known, name) for name in differing},
+            asked={name: getattr(asked, name) for name in differing},
+        )
+
+
+def check_slices(commit: Commit, slice_count: int) -> range:
+    """The slices of a commit. Raises InternalError if the page does not have them."""
+    slices = range(commit.first_slice, commit.first_slice + commit.slice_count)
+    if not slices or slices.start < 0 or slices.stop > slice_count:
+        raise InternalError(
+            "catalog.slices", "slices are outside the page", asked=slices, count=slice_count
+        )
+    return slices
+
+
+def check_segment_bytes(known_bytes: int, asked_bytes: int) -> None:
+    """Raises ConfigError if a store is opened with another segment size than before."""
+    if known_bytes != asked_bytes:
+        raise ConfigError(
+            "catalog.segment_bytes",
+            "segment_bytes of a store never changes",
+            catalog_bytes=known_bytes,
+            asked_bytes=asked_bytes,
+        )
+
+
+def unknown_namespace(namespace: bytes) -> UnavailableError:
+    return UnavailableError(
+        "catalog.unknown_namespace",
+        "the catalog does not know the namespace: attach it",
+        namespace=namespace.hex(),
+    )

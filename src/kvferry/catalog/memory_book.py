@@ -1,0 +1,406 @@
+"""The rules of the catalog in readable form: the reference, and the model in tests.
+
+Everything is a dictionary, and what a real catalog finds by an index is found here by looking at
+all. A verb does what `base.Catalog` says of the verb of that name.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvferry.catalog.base import (
+    AGE_STEP_S,
+    CREATION_S,
+    SPACE_IDLE_S,
+    CatalogStats,
+    Commit,
+    Hit,
+    Page,
+    Slot,
+    Space,
+    Swept,
+    Verdict,
+    check_slices,
+    check_space,
+    unknown_namespace,
+)
+from kvferry.catalog.snapshot import (
+    PageEntry,
+    ReservedEntry,
+    SegmentEntry,
+    SegmentState,
+    Snapshot,
+)
+from kvferry.catalog.sweeping import SegmentHeat, make_room, space_stats
+from kvferry.clock import Clock
+from kvferry.errors import ExhaustedError
+from kvferry.layout import Address
+
+
+@dataclass
+class _Segment:
+    """See `snapshot.SegmentEntry`."""
+
+    namespace: bytes
+    state: SegmentState
+    until_s: float
+    slot_count: int
+
+
+@dataclass
+class _Reservation:
+    """A slot while a writer may write to it."""
+
+    namespace: bytes
+    generation: bytes
+    lease_end_s: float
+    key: bytes | None = None
+    slices: set[int] = field(default_factory=set)
+
+
+@dataclass
+class _Page:
+    """A published page."""
+
+    address: Address
+    generation: bytes
+    age: int
+    chunk_index: int
+    parent: bytes
+
+
+class MemoryBook:
+    """The accounting of one store. Not safe for threads: `MemoryCatalog` locks."""
+
+    def __init__(self, clock: Clock, grace_s: float, segment_bytes: int):
+        self.capacity_bytes = 0
+        self.segment_bytes = segment_bytes
+        self._clock = clock
+        self._grace_s = grace_s
+        self._next_segment = 0
+        self._spaces: dict[bytes, Space] = {}
+        self._attached_s: dict[bytes, float] = {}
+        self._segments: dict[int, _Segment] = {}
+        self._free: set[Address] = set()
+        self._reserved: dict[Address, _Reservation] = {}
+        self._graced: dict[Address, float] = {}
+        self._pages: dict[tuple[bytes, bytes], _Page] = {}
+        self._counts: Counter[str] = Counter()
+
+    # Namespaces and pages.
+
+    def attach(self, space: Space) -> None:
+        check_space(self._spaces.setdefault(space.namespace, space), space)
+        self._attached_s[space.namespace] = self._clock.now_s()
+
+    def lookup(self, namespace: bytes, keys: Sequence[bytes]) -> list[Hit | None]:
+        pages = [self._pages.get((namespace, key)) for key in keys]
+        self._counts["lookup"] += len(keys)
+        self._counts["hit"] += sum(page is not None for page in pages)
+        return [page and Hit(page.address, page.generation) for page in pages]
+
+    def touch(self, namespace: bytes, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self._lift(namespace, key)
+
+    def _lift(self, namespace: bytes, key: bytes) -> None:
+        """Marks a page and its ancestors as used now."""
+        age = self._age()
+        while (page := self._pages.get((namespace, key))) and page.age < age:
+            page.age = age
+            key = page.parent
+
+    def _age(self) -> int:
+        return int(self._clock.now_s() // AGE_STEP_S)
+
+    def evict(self, namespace: bytes, pages: Sequence[tuple[bytes, bytes]]) -> int:
+        return sum(self._evict(namespace, key, generation) for key, generation in pages)
+
+    def _evict(self, namespace: bytes, key: bytes, generation: bytes) -> bool:
+        page = self._pages.get((namespace, key))
+        if page is None or page.generation != generation:
+            return False
+        del self._pages[namespace, key]
+        self._graced[page.address] = self._clock.now_s() + self._grace_s
+        self._counts["evicted"] += 1
+        return True
+
+    # Slots.
+
+    def reserve(self, namespace: bytes, count: int, lease_s: float) -> list[Slot]:
+        self._space(namespace)
+        addresses = sorted(a for a in self._free if self._namespace(a) == namespace)[:count]
+        minted = self._clock.random_bytes(16 * len(addresses))
+        slots = [Slot(a, minted[16 * i : 16 * i + 16]) for i, a in enumerate(addresses)]
+        lease_end_s = self._clock.now_s() + lease_s
+        for slot in slots:
+            self._free.remove(slot.address)
+            self._reserved[slot.address] = _Reservation(namespace, slot.generation, lease_end_s)
+        return slots
+
+    def commit(self, namespace: bytes, commits: Sequence[Commit]) -> list[Verdict]:
+        return [self._commit(namespace, commit) for commit in commits]
+
+    def _commit(self, namespace: bytes, commit: Commit) -> Verdict:
+        page = self._pages.get((namespace, commit.key))
+        if page is not None and page.generation == commit.slot.generation:
+            return Verdict.PUBLISHED
+        reservation = self._standing(namespace, commit)
+        is_complete = reservation is not None and self._add_slices(reservation, commit)
+        if is_complete:
+            del self._reserved[commit.slot.address]
+        if page is not None:
+            if is_complete:
+                self._free.add(commit.slot.address)
+                self._counts["duplicate"] += 1
+            return Verdict.DUPLICATE
+        if reservation is None:
+            return Verdict.EXPIRED
+        if not is_complete:
+            return Verdict.PARTIAL
+        self._publish(namespace, Page(commit.key, commit.parent, commit.chunk_index, *commit.slot))
+        self._counts["published"] += 1
+        return Verdict.PUBLISHED
+
+    def _standing(self, namespace: bytes, commit: Commit) -> _Reservation | None:
+        """The reservation that a commit is about, if it still stands."""
+        address, generation = commit.slot
+        reservation = self._reserved.get(address)
+        stands = (
+            reservation is not None
+            and reservation.namespace == namespace
+            and reservation.generation == generation
+            and reservation.lease_end_s > self._clock.now_s()
+            and reservation.key in (None, commit.key)
+            and self._segments[address.segment].state is SegmentState.READY
+        )
+        return reservation if stands else None
+
+    def _add_slices(self, reservation: _Reservation, commit: Commit) -> bool:
+        """Notes what is on storage. True if that is the whole page."""
+        slice_count = self._spaces[reservation.namespace].slice_count
+        reservation.slices.update(check_slices(commit, slice_count))
+        reservation.key = commit.key
+        return len(reservation.slices) == slice_count
+
+    def _publish(self, namespace: bytes, page: Page) -> None:
+        self._pages[namespace, page.key] = _Page(
+            page.address, page.generation, self._age(), page.chunk_index, page.parent
+        )
+        self._lift(namespace, page.parent)
+
+    def abort(self, namespace: bytes, slots: Sequence[Slot]) -> None:
+        for address, generation in slots:
+            reservation = self._reserved.get(address)
+            if reservation is not None and reservation.generation == generation:
+                del self._reserved[address]
+                self._graced[address] = self._clock.now_s() + self._grace_s
+
+    # Segments.
+
+    def grow(self, namespace: bytes) -> int | None:
+        space = self._space(namespace)
+        if not self._has_room():
+            return None
+        number = self._next_segment
+        self._add_segment(number, namespace, SegmentState.CREATING, space.slot_count)
+        return number
+
+    def grown(self, segment: int) -> bool:
+        found = self._segments.get(segment)
+        if found is None or found.state is SegmentState.EMPTIED:
+            return False
+        if found.state is SegmentState.CREATING:
+            self._add_segment(segment, found.namespace, SegmentState.READY, found.slot_count)
+        return True
+
+    def shrunk(self, segment: int) -> None:
+        if segment not in self._segments:
+            return
+        self.empty(segment)
+        for records in (self._reserved, self._graced):
+            for address in [a for a in records if a.segment == segment]:
+                del records[address]
+        del self._segments[segment]
+
+    def adopt(self, segment: int, namespace: bytes, pages: Sequence[Page]) -> int:
+        space = self._space(namespace)
+        if segment in self._segments:
+            return 0
+        if not self._has_room():
+            raise ExhaustedError(
+                "catalog.capacity", "the budget does not hold this segment", segment=segment
+            )
+        self._add_segment(segment, namespace, SegmentState.READY, space.slot_count)
+        return sum(self._adopt(namespace, page, segment) for page in pages)
+
+    def _adopt(self, namespace: bytes, page: Page, segment: int) -> bool:
+        fits = page.address in self._free and page.address.segment == segment
+        if not fits or (namespace, page.key) in self._pages:
+            return False
+        self._free.remove(page.address)
+        self._publish(namespace, page)
+        return True
+
+    def _add_segment(
+        self, number: int, namespace: bytes, state: SegmentState, slot_count: int
+    ) -> None:
+        until_s = self._clock.now_s() + CREATION_S
+        self._segments[number] = _Segment(namespace, state, until_s, slot_count)
+        self._next_segment = max(self._next_segment, number + 1)
+        if state is SegmentState.READY:
+            self._free.update(Address(number, slot) for slot in range(slot_count))
+
+    def _has_room(self) -> bool:
+        return (len(self._segments) + 1) * self.segment_bytes <= self.capacity_bytes
+
+    def _space(self, namespace: bytes) -> Space:
+        if namespace not in self._spaces:
+            raise unknown_namespace(namespace)
+        return self._spaces[namespace]
+
+    def _namespace(self, address: Address) -> bytes:
+        return self._segments[address.segment].namespace
+
+    # Sweeping.
+
+    def sweep(self, wanted: Sequence[tuple[bytes, int]] = ()) -> Swept:
+        evicted_before_count = self._counts["evicted"]
+        expired_count = self._end_leases()
+        self._end_graces()
+        self._end_creations()
+        self._forget_spaces()
+        room_max = self.capacity_bytes // self.segment_bytes
+        make_room(self, self._clock.now_s(), room_max, wanted)
+        evicted_count = self._counts["evicted"] - evicted_before_count
+        return Swept(expired_count, evicted_count, self._deletable())
+
+    def _end_leases(self) -> int:
+        now_s = self._clock.now_s()
+        over = {a: r for a, r in self._reserved.items() if r.lease_end_s <= now_s}
+        for address, reservation in over.items():
+            del self._reserved[address]
+            self._graced[address] = reservation.lease_end_s + self._grace_s
+        self._counts["expired"] += len(over)
+        return len(over)
+
+    def _end_graces(self) -> None:
+        now_s = self._clock.now_s()
+        for address in [a for a, until_s in self._graced.items() if until_s <= now_s]:
+            del self._graced[address]
+            if self._segments[address.segment].state is SegmentState.READY:
+                self._free.add(address)
+
+    def _end_creations(self) -> None:
+        now_s = self._clock.now_s()
+        for segment in self._segments.values():
+            if segment.state is SegmentState.CREATING and segment.until_s <= now_s:
+                segment.state = SegmentState.EMPTIED
+                segment.until_s = now_s
+
+    def _forget_spaces(self) -> None:
+        in_use = {segment.namespace for segment in self._segments.values()}
+        limit_s = self._clock.now_s() - SPACE_IDLE_S
+        for namespace in self._spaces.keys() - in_use:
+            if self._attached_s[namespace] <= limit_s:
+                del self._spaces[namespace], self._attached_s[namespace]
+
+    def _deletable(self) -> tuple[int, ...]:
+        """Emptied segments that nobody may still write to or read from."""
+        now_s = self._clock.now_s()
+        return tuple(
+            heat.number
+            for heat in self.heats()
+            if heat.state is SegmentState.EMPTIED
+            and heat.until_s <= now_s
+            and heat.reserved_count == heat.graced_count == 0
+        )
+
+    # What `sweeping` asks.
+
+    def heats(self) -> list[SegmentHeat]:
+        reserved = Counter(address.segment for address in self._reserved)
+        graced = Counter(address.segment for address in self._graced)
+        pages: Counter[int] = Counter()
+        ages: Counter[int] = Counter()
+        for page in self._pages.values():
+            pages[page.address.segment] += 1
+            ages[page.address.segment] += page.age
+        return [
+            SegmentHeat(
+                number,
+                segment.namespace,
+                segment.state,
+                segment.until_s,
+                segment.slot_count,
+                pages[number],
+                reserved[number],
+                graced[number],
+                ages[number],
+            )
+            for number, segment in sorted(self._segments.items())
+        ]
+
+    def slots_per_segment(self, namespace: bytes) -> int | None:
+        space = self._spaces.get(namespace)
+        return space and space.slot_count
+
+    def coldest_age(self, namespace: bytes) -> int | None:
+        return min((page.age for _, page in self._pages_of(namespace)), default=None)
+
+    def evict_coldest(self, namespace: bytes) -> None:
+        key, page = min(
+            self._pages_of(namespace),
+            key=lambda pair: (pair[1].age, -pair[1].chunk_index, pair[1].address),
+        )
+        self._evict(namespace, key, page.generation)
+
+    def empty(self, segment: int) -> None:
+        """Reserved slots stay their writers' until the leases end, but are not published."""
+        for owner in [o for o, page in self._pages.items() if page.address.segment == segment]:
+            del self._pages[owner]
+            self._counts["evicted"] += 1
+        self._free = {address for address in self._free if address.segment != segment}
+        self._segments[segment].state = SegmentState.EMPTIED
+        self._segments[segment].until_s = self._clock.now_s() + self._grace_s
+
+    def _pages_of(self, namespace: bytes) -> list[tuple[bytes, _Page]]:
+        return [(key, page) for (owner, key), page in self._pages.items() if owner == namespace]
+
+    # Figures.
+
+    def stats(self) -> CatalogStats:
+        heats = self.heats()
+        return CatalogStats(
+            capacity_bytes=self.capacity_bytes,
+            segment_bytes=self.segment_bytes,
+            segment_count=len(heats),
+            spaces=tuple(space_stats(space, heats) for _, space in sorted(self._spaces.items())),
+            lookup_key_count=self._counts["lookup"],
+            hit_key_count=self._counts["hit"],
+            published_count=self._counts["published"],
+            duplicate_count=self._counts["duplicate"],
+            expired_count=self._counts["expired"],
+            evicted_count=self._counts["evicted"],
+        )
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(
+            capacity_bytes=self.capacity_bytes,
+            segment_bytes=self.segment_bytes,
+            namespaces=frozenset(self._spaces),
+            segments={
+                number: SegmentEntry(s.namespace, s.state, s.until_s, s.slot_count)
+                for number, s in self._segments.items()
+            },
+            free=frozenset(self._free),
+            reserved={
+                address: ReservedEntry(r.generation, r.lease_end_s, r.key, frozenset(r.slices))
+                for address, r in self._reserved.items()
+            },
+            graced=dict(self._graced),
+            pages={
+                owner: PageEntry(p.address, p.generation, p.age, p.chunk_index, p.parent)
+                for owner, p in self._pages.items()
+            },
+        )
