@@ -116,9 +116,11 @@ class CopyPoolHandle {
 
   std::vector<uint64_t> poll() { return pool_->poll(); }
 
-  bool finish(const std::vector<uint64_t>& jobs, double timeout_s) {
+  bool finish(const std::vector<uint64_t>& numbers, double timeout_s) {
+    const CopyPool::Jobs jobs(numbers.begin(), numbers.end());
+    if (pool_->finish(jobs, 0)) return true;  // keeps the interpreter
     const NoGil released;
-    return pool_->finish({jobs.begin(), jobs.end()}, timeout_s);
+    return pool_->finish(jobs, timeout_s);
   }
 
   void close() {
@@ -161,6 +163,15 @@ std::vector<Operation> to_operations(const std::vector<OperationTuple>& tuples) 
   return operations;
 }
 
+std::vector<ResultTuple> to_tuples(const std::vector<Result>& results) {
+  std::vector<ResultTuple> tuples;
+  for (const Result& result : results) {
+    tuples.emplace_back(result.job, result.index, static_cast<int>(result.outcome),
+                        result.error_number, nb::tuple(nb::cast(result.checksums)));
+  }
+  return tuples;
+}
+
 class IoPoolHandle {
  public:
   IoPoolHandle(size_t read_thread_count, size_t write_thread_count) {
@@ -184,20 +195,15 @@ class IoPoolHandle {
     return pool_->submit_writes(std::move(operations), checksums.value_or(std::vector<uint64_t>()));
   }
 
-  std::vector<ResultTuple> poll() { return wait(0); }
+  std::vector<ResultTuple> poll() { return to_tuples(pool_->wait(0)); }
 
   std::vector<ResultTuple> wait(double timeout_s) {
-    std::vector<Result> results;
-    {
+    std::vector<Result> results = pool_->wait(0);  // keeps the interpreter
+    if (results.empty()) {
       const NoGil released;
       results = pool_->wait(timeout_s);
     }
-    std::vector<ResultTuple> tuples;
-    for (const Result& result : results) {
-      tuples.emplace_back(result.job, result.index, static_cast<int>(result.outcome),
-                          result.error_number, nb::tuple(nb::cast(result.checksums)));
-    }
-    return tuples;
+    return to_tuples(results);
   }
 
   bool close(double timeout_s) {

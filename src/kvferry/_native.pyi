@@ -1,22 +1,35 @@
 """The native core: C++ behind nanobind. Everything releases the GIL while it works.
 
 Addresses are absolute and trusted: the Python layer owns the memory behind them and keeps it
-alive until the work that names it has been returned.
+alive until the work that names it has been returned. Lengths, alignments and counts are checked
+when a call comes in: ValueError says which. A pool raises RuntimeError after `close` and in a
+forked child (threads do not survive a fork: make pools after it).
+
+Threads: any thread may call anything. The pools' own threads never touch the interpreter, so a
+pool may be closed, or left behind, at any moment of its life.
 """
 
 from collections.abc import Sequence
 
 def checksum(address: int, length_bytes: int) -> int:
-    """64-bit checksum of `length_bytes` (a multiple of 4096) at `address`: docs/formats.md."""
+    """64-bit checksum of `length_bytes` (a multiple of 4,096) at `address` (a multiple of 8):
+    docs/formats.md. `kvferry.checksum.checksum_reference` is the same in Python."""
+
+def sha256_portable(data: bytes) -> bytes:
+    """SHA-256 without the machine's instructions for it: what `chain_keys` falls back to."""
 
 def chain_keys(
     namespace: bytes, parent: bytes, tokens: bytes, chunk_tokens: int, extras: Sequence[bytes]
 ) -> bytes:
     """Keys of the full chunks in `tokens` (uint32 little-endian), 32 bytes each, concatenated.
-    `extras`: encoded extra keys, one per chunk (b"" for none). See `keys.chunk_key`."""
+    `extras`: encoded extra keys, one per full chunk (b"" for none). See `keys.chunk_key`."""
 
 class BlockMap:
-    """Where the blocks of one cache group lie on this rank, and how a slice is laid out."""
+    """Where the blocks of one cache group lie on this rank, and how a slice is laid out.
+
+    An extent is `head_count` slices, `slice_bytes` apart; its address is that of its first
+    header. Order in a payload: layer, block, kernel block, token, content. Immutable.
+    """
 
     def __init__(
         self,
@@ -29,37 +42,74 @@ class BlockMap:
         block_stride_bytes, head_stride_bytes, token_stride_bytes) as in `layout.Region`."""
 
     def gather(self, blocks: Sequence[int], address: int) -> None:
-        """Now, on this thread. Zero-fills each payload up to `slice_bytes`."""
+        """Blocks to an extent, now, on this thread. Fills each payload with zeros up to
+        `slice_bytes` and leaves headers alone. ValueError for a negative block, and for more
+        blocks than fit a slice; that a block exists is the caller's word."""
 
     def scatter(self, blocks: Sequence[int], address: int) -> None:
-        """Now, on this thread. A negative block is skipped."""
+        """An extent to blocks, now, on this thread. A negative block is skipped."""
 
 class CopyPool:
-    """Threads that gather and scatter. Numbers of jobs start at 1."""
+    """Threads that gather and scatter, in the order of submission, a piece at a time.
 
-    def __init__(self, thread_count: int) -> None: ...
-    def submit(
-        self, map: BlockMap, is_gather: bool, pieces: Sequence[tuple[Sequence[int], int]]
-    ) -> int: ...
-    def poll(self) -> list[int]: ...
-    def finish(self, jobs: Sequence[int], timeout_s: float) -> bool: ...
-    def close(self) -> None: ...
-
-class IoPool:
-    """Threads that read and write extents of files, stamp and verify headers.
-
-    Reads are taken before writes. An operation is (descriptor, offset_bytes, buffer_address,
-    first_slice, slice_count, slice_bytes, payload_bytes, header) with `header` the 4 KiB-less
-    header template of the page (`pages.header`), whose slice index and checksums the pool fills
-    in (write) or compares (read).
+    A piece is (blocks, address) as `BlockMap` takes them. Numbers of jobs start at 1.
     """
 
-    def __init__(self, read_thread_count: int, write_thread_count: int) -> None: ...
-    def submit_reads(self, operations: Sequence[tuple], verify_payload: bool) -> int: ...
-    def submit_writes(self, operations: Sequence[tuple], checksums: Sequence[int] | None) -> int: ...
-    def poll(self) -> list[tuple[int, int, int, int, tuple[int, ...]]]:
-        """(job, index, outcome code, errno, payload checksums) each exactly once."""
+    def __init__(self, thread_count: int) -> None:
+        """Starts the threads."""
 
-    def wait(self, timeout_s: float) -> list[tuple[int, int, int, int, tuple[int, ...]]]: ...
+    def submit(
+        self, map: BlockMap, is_gather: bool, pieces: Sequence[tuple[Sequence[int], int]]
+    ) -> int:
+        """Starts a job; returns its number. The pool keeps its own copy of the map."""
+
+    def poll(self) -> list[int]:
+        """Jobs done since the last poll, each exactly once. Never waits."""
+
+    def finish(self, jobs: Sequence[int], timeout_s: float) -> bool:
+        """Returns True when these jobs are done, False if time ran out. The caller's thread
+        copies what they still have in the queue, before all other jobs. `poll` still returns
+        them; a job that it has returned is done."""
+
+    def close(self) -> None:
+        """Finishes what was submitted and ends the threads. Idempotent."""
+
+class IoPool:
+    """Threads that read and write extents of files, stamp headers and verify them.
+
+    Reads and writes have threads of their own, so reads never wait behind writes. An operation is
+    (descriptor, offset_bytes, buffer_address, first_slice, slice_count, slice_bytes,
+    payload_bytes, header); offset, address and `slice_bytes` are multiples of 4,096. `header`:
+    the template of the page's headers (`pages.header.template`, 256 bytes or more; zeros follow),
+    in which the pool fills in slice index and checksums. Numbers of jobs start at 1.
+
+    From submit on, the buffer belongs to the pool until the operation's result was returned. The
+    caller keeps the descriptor open as long.
+    """
+
+    def __init__(self, read_thread_count: int, write_thread_count: int) -> None:
+        """Starts the threads."""
+
+    def submit_reads(self, operations: Sequence[tuple], verify_payload: bool) -> int:
+        """Reads each extent with one call and checks the headers of all slices against the
+        template (magic, version, namespace, key, generation, slice index and count, payload
+        bytes), then the checksums of payloads unless `verify_payload` is False. The first slice
+        that fails decides the outcome. Returns the job's number."""
+
+    def submit_writes(self, operations: Sequence[tuple], checksums: Sequence[int] | None) -> int:
+        """Stamps a header in front of each payload, then writes each extent with one call.
+        `checksums`: of the padded payloads, of all slices of all operations in order; None: the
+        pool computes them. Returns the job's number."""
+
+    def poll(self) -> list[tuple[int, int, int, int, tuple[int, ...]]]:
+        """(job, index of the operation, outcome code, errno, payload checksums), each exactly
+        once. The code is the place in `pages.base.Outcome`. Never waits."""
+
+    def wait(self, timeout_s: float) -> list[tuple[int, int, int, int, tuple[int, ...]]]:
+        """As poll, but waits up to `timeout_s` for the first result."""
+
     def close(self, timeout_s: float) -> bool:
-        """Waits for what is in flight; False if something hangs (its threads are left behind)."""
+        """Waits for all that was submitted; `poll` and `wait` still return it. False if time ran
+        out: operations that had not begun are dropped, threads that hang are left behind with
+        their buffers, neither is ever returned. Idempotent; it may be called again to ask whether
+        they have come back. Without `close`, the end of the pool is `close(0)`."""
