@@ -142,7 +142,7 @@ def test_a_silent_process_stops_by_itself(tmp_path, clock):
 
 
 def test_the_dead_do_not_fill_the_file(tmp_path, clock):
-    for _ in range(200):
+    for _ in range(80):
         _party(tmp_path, "a", clock).acquire(LEASE_S)
     (file,) = tmp_path.iterdir()
     assert file.stat().st_size < 4096

@@ -1,6 +1,7 @@
 """Files that appear whole or not at all, and system errors by whose fault they are."""
 
 import errno
+import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ _WRONG_PATH = {
     errno.ENAMETOOLONG,
 }
 _NO_HARD_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+_NO_DIRECT_IO = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
 @contextmanager
@@ -115,3 +117,22 @@ def old_files(folder: Path, suffix: str, clock: Clock) -> list[Path]:
         return []
     newest_s = file_system_now_s(folder, clock) - TEMPORARY_AGE_S
     return [path for path in names if path.exists() and path.stat().st_mtime < newest_s]
+
+
+def accepts_direct_io(folder: Path, clock: Clock) -> bool:
+    """Whether files in this folder can bypass the page cache, by trying it with 4 KiB."""
+    probe = temporary_beside(folder / "direct", clock)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        descriptor = os.open(probe, flags | os.O_DIRECT, 0o600)
+        try:
+            with mmap.mmap(-1, 4096) as block:
+                return os.pwritev(descriptor, [block], 0) == os.preadv(descriptor, [block], 0)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno in _NO_DIRECT_IO:
+            return False
+        raise
+    finally:
+        probe.unlink(missing_ok=True)

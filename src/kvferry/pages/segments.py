@@ -111,7 +111,7 @@ class SegmentFiles:
             finally:
                 os.close(descriptor)
 
-    def list(self) -> list[SegmentFacts]:
+    def all_facts(self) -> list[SegmentFacts]:
         """All segments with an intact header, by number."""
         with files.system_errors("list", self._segments):
             found = [self.read(number) for number in sorted(self._numbers())]

@@ -1,4 +1,4 @@
-"""The media of the built-in page stores, open beneath every check: see `testing.pages.Place`."""
+"""The medium of the memory store, open beneath every check: a `testing.pages.Place`."""
 
 from kvferry.clock import Clock
 from kvferry.layout import Address
