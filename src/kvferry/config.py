@@ -205,6 +205,8 @@ class Url(NamedTuple):
 
 def decode(options: Mapping[str, Any]) -> Config:
     """`kv_connector_extra_config` to `Config`. Raises ConfigError, see the module."""
+    if not isinstance(options, Mapping):
+        raise _wrong("kv_connector_extra_config", options, "an object with the key pages")
     types = {field.name: field for field in msgspec.structs.fields(Config)}
     values = {}
     for name, value in options.items():
@@ -255,6 +257,12 @@ def state_folder() -> Path:
 def cache_folder() -> Path:
     """Where what can be made again lies (the demo's converted model). It need not exist."""
     return _user_folder("XDG_CACHE_HOME", ".cache")
+
+
+def enabled_plugins() -> list[str] | None:
+    """The plugins that vLLM may load, by its own variable; None: all."""
+    names = os.environ.get("VLLM_PLUGINS")
+    return None if names is None else [name.strip() for name in names.split(",")]
 
 
 def child_environment(**changes: str) -> dict[str, str]:

@@ -1,0 +1,68 @@
+"""`kvferry doctor`: what would keep an engine from using kvferry here, and what to do about it."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from kvferry.cli import engine_checks, machine_checks, options, output, store_checks
+from kvferry.cli.finding import Finding, State
+from kvferry.errors import ConfigError
+
+_MARKS = {
+    State.PASSED: "[green]passed [/green]",
+    State.WARNING: "[yellow]warning[/yellow]",
+    State.FAILED: "[red]failed [/red]",
+}
+
+
+def doctor(
+    pages: options.OptionalPages = None,
+    transfer_config: Annotated[
+        str | None,
+        typer.Option("--kv-transfer-config", help="The JSON that you give to vLLM."),
+    ] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Check this machine, a store's folder and the JSON given to vLLM; say what to do."""
+    findings = list(examine(pages, transfer_config))
+    if as_json:
+        output.print_json(findings)
+    else:
+        _print(findings)
+    if any(finding.state is State.FAILED for finding in findings):
+        raise typer.Exit(output.WRONG)
+
+
+def examine(pages: str | None, transfer_config: str | None) -> Iterator[Finding]:
+    """All findings, in the order in which one would mend them."""
+    yield machine_checks.check_python()
+    yield machine_checks.check_native()
+    yield machine_checks.check_vllm(machine_checks.installed_vllm())
+    yield machine_checks.check_plugin()
+    yield machine_checks.check_shared_memory()
+    transfer = engine_checks.decode_transfer_config(transfer_config) if transfer_config else None
+    if transfer is not None:
+        yield from engine_checks.check_transfer_config(transfer)
+    config = options.store_config(pages) if pages else _named_config(transfer)
+    if config is not None:
+        yield from store_checks.check_store(config)
+
+
+def _named_config(transfer: dict[str, Any] | None) -> Any:
+    own = engine_checks.own_config(transfer) if transfer else None
+    try:
+        return engine_checks.settings(own) if own else None
+    except ConfigError:
+        return None  # reported by check_transfer_config
+
+
+def _print(findings: list[Finding]) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    width = max(len(finding.check) for finding in findings)
+    for finding in findings:
+        console.print(f"{_MARKS[finding.state]} {finding.check:{width}}  {escape(finding.detail)}")
+        if finding.cure:
+            console.print(f"{'':7} {'':{width}}  -> {escape(finding.cure)}")

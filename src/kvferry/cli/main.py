@@ -1,0 +1,40 @@
+"""The command `kvferry`: wires the commands and turns errors into exit codes."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+import kvferry
+from kvferry.cli import output
+from kvferry.cli.doctor import doctor
+from kvferry.errors import Error
+
+app = typer.Typer(
+    help="KV cache for vLLM that moves.", no_args_is_help=True, pretty_exceptions_enable=False
+)
+app.command()(doctor)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(kvferry.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Entry point. Exit codes: docs/operations.md."""
+    try:
+        app()
+    except Error as error:
+        output.complain(f"kvferry: {error}")
+        sys.exit(output.exit_code(error))
