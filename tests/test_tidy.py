@@ -24,7 +24,7 @@ LINE_CHARACTERS_MAX = 100
 
 LAYERS = {
     "errors": 0, "clock": 0, "config": 0, "metrics": 0, "metric_table": 0,
-    "keys": 1, "layout": 1, "_native": 1, "_nixl": 1,
+    "keys": 1, "layout": 1, "checksum": 1, "_native": 1, "_nixl": 1,
     "pages": 2, "catalog": 2, "transfer": 2, "device": 2,
     "offload": 3,
     "vllm_plugin": 4, "testing": 4,
@@ -55,8 +55,8 @@ CHANCE_CALLS = {"urandom", "getrandom"}
 NOW_CALLS = {"now", "utcnow", "today"}
 ENVIRONMENT = {"environ", "environb", "getenv", "putenv", "unsetenv"}
 
-# The three edges where everything is caught, each once: rule 9.
-EDGES = ("vllm_plugin/facade.py", "catalog/runner.py", "offload/runner.py", "cli/demo_server.py")
+# Where everything may be caught: the facade and the two job runners (rule 9).
+EDGES = ("vllm_plugin/facade.py", "catalog/runner.py", "offload/mover.py")
 
 
 @dataclass(frozen=True)
@@ -255,10 +255,10 @@ def broad_excepts(source: Source) -> list[str]:
     wrong = []
     for node in source.nodes:
         if isinstance(node, ast.ExceptHandler) and _is_broad(node.type):
-            line = source.lines[node.lineno - 1]
+            words = "".join(source.lines[node.lineno - 2 : node.lineno]).partition("#")[2]
             if source.path not in EDGES:
                 wrong.append(f"{node.lineno}: name the errors that you can handle")
-            elif "#" not in line:
+            elif not words.replace("noqa: BLE001", "").strip(" #-"):
                 wrong.append(f"{node.lineno}: say why everything is caught here")
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress"):
             wrong += [f"{node.lineno}: suppresses everything" for a in node.args if _is_broad(a)]
@@ -326,6 +326,7 @@ BAD = [
     (broad_excepts, "keys.py", "try: pass\nexcept: pass"),
     (broad_excepts, "keys.py", "import contextlib\nwith contextlib.suppress(Exception): pass"),
     (broad_excepts, "catalog/runner.py", "try: pass\nexcept Exception: pass"),
+    (broad_excepts, "catalog/runner.py", "try: pass\nexcept Exception:  # noqa: BLE001\n    pass"),
     (module_docstring, "keys.py", "x = 1"),
     (module_docstring, "keys.py", '"""' + "x\n" * 31 + '"""'),
 ]
