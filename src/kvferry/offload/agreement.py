@@ -72,5 +72,7 @@ class Agreement:
                 "ranks_disagree",
                 f"rank {rank} says another {name} than the ranks before it: all ranks of an "
                 "engine must run the same model, backend and store",
-                field=name, ours=ours, theirs=theirs,
+                field=name,
+                ours=ours,
+                theirs=theirs,
             )

@@ -106,9 +106,7 @@ class Jobs:
         identities = (self._identity,) if self._identity else ()
         if not (identities or self._failed_keys or self._loaded_bytes):
             return None
-        report = Report(
-            identities, tuple(self._failed_keys), self._loaded_bytes, self._loading_s
-        )
+        report = Report(identities, tuple(self._failed_keys), self._loaded_bytes, self._loading_s)
         self._identity = None
         self._failed_keys, self._loaded_bytes, self._loading_s = [], 0, 0.0
         return report

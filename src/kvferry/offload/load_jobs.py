@@ -186,9 +186,13 @@ class LoadJobs:
         for piece in pieces:
             by_copier.setdefault(piece.part.copier, []).append(piece)
         copies = [
-            (copier, mine, copier.submit_scatter(
-                [Piece(piece.blocks, piece.staging_address) for piece in mine]
-            ))
+            (
+                copier,
+                mine,
+                copier.submit_scatter(
+                    [Piece(piece.blocks, piece.staging_address) for piece in mine]
+                ),
+            )
             for copier, mine in by_copier.items()
         ]
         for copier, mine, copy in copies:

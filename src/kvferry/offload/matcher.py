@@ -152,12 +152,8 @@ class Matcher:
             return
         part, answer = self._parts[0], record.answer[0]
         hit_count = answer.runs.ahead[0] if answer.runs.ahead else 0
-        self._metrics.count(
-            "kvferry_lookups_total", outcome="hit" if hit_count else "miss"
-        )
-        self._metrics.count(
-            "kvferry_lookup_tokens_total", len(answer.is_hit) * part.chunk_tokens
-        )
+        self._metrics.count("kvferry_lookups_total", outcome="hit" if hit_count else "miss")
+        self._metrics.count("kvferry_lookup_tokens_total", len(answer.is_hit) * part.chunk_tokens)
         self._metrics.count("kvferry_hit_tokens_total", hit_count * part.chunk_tokens)
 
     def load(self, record: Record, tables: list[list[int]], external_tokens: int) -> Load:

@@ -11,7 +11,8 @@ import logging
 import threading
 
 from kvferry.catalog.base import Catalog
-from kvferry.catalog.runner import Runner
+from kvferry.catalog.runner import Runner, TicketState
+from kvferry.clock import Clock
 from kvferry.config import Config
 from kvferry.errors import Error
 from kvferry.metrics import Metrics
@@ -33,6 +34,7 @@ class Mover:
     def __init__(
         self,
         config: Config,
+        clock: Clock,
         metrics: Metrics,
         catalog: Catalog,
         pages: PageStore,
@@ -41,6 +43,7 @@ class Mover:
         stores: StoreJobs,
     ):
         self._config = config
+        self._clock = clock
         self._metrics = metrics
         self._catalog = catalog
         self._pages = pages
@@ -114,7 +117,7 @@ class Mover:
         for part, jobs in self._stores.take_commits().items():
             work = functools.partial(self._tell_catalog, part, jobs)
             ticket = self._runner.submit(work, self._config.store_deadline_s)
-            if ticket.is_refused:
+            if ticket.state(self._clock.now_s()) is TicketState.REFUSED:
                 for job in jobs:
                     self._stores.committed(job, None)
 

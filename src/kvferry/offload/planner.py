@@ -14,7 +14,7 @@ One thread: the scheduler's. The catalog and the page store are touched by the r
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvferry.catalog.base import Catalog, Slot
@@ -49,8 +49,8 @@ class Refill(NamedTuple):
 
 
 class Planner:
-    """See the module. `facts`: what the opened page store said. The caller has opened `catalog`
-    and `pages` and starts `runner`; `close` leaves them to the caller."""
+    """See the module. `facts`: what the opened page store said. `may_reserve`: whether the catalog
+    still owns the store's slots. `closers` run in order at `close`."""
 
     def __init__(
         self,
@@ -63,6 +63,8 @@ class Planner:
         runner: Runner,
         hasher: Hasher,
         rank_count: int,
+        may_reserve: Callable[[], bool] = lambda: True,
+        closers: Sequence[Callable[[], None]] = (),
     ):
         self._config = config
         self._clock = clock
@@ -75,6 +77,9 @@ class Planner:
         self._matcher = Matcher(config, clock, metrics, catalog, runner, hasher, self._cost)
         self._stores = StorePlanner(hasher, metrics, config.store_deadline_s)
         self._records: dict[str, Record] = {}
+        self._may_reserve = may_reserve
+        self._closers = list(closers)
+        self._wanted: dict[bytes, int] = {}
         self._room = Room(catalog, pages, facts, metrics)
         self._demands: list[Demand] = []
         self._refills: dict[int, Refill] = {}
@@ -133,9 +138,7 @@ class Planner:
         self._refill(now_s)
         return self._take_plan(step, stores)
 
-    def finished(
-        self, request_id: str, tables: Sequence[Sequence[int]] | None = None
-    ) -> None:
+    def finished(self, request_id: str, tables: Sequence[Sequence[int]] | None = None) -> None:
         """The request ended, for whatever reason. `tables`: its blocks, if it still has them."""
         record = self._records.pop(request_id, None)
         if record is None:
@@ -175,9 +178,17 @@ class Planner:
             self._begin_all()
 
     def close(self) -> None:
-        """Gives the reserved slots back, as far as the runner still gets to it."""
+        """Gives the reserved slots back, as far as the runner still gets to it. Idempotent."""
         self._give_back_pools()
         self._records.clear()
+        closers, self._closers = self._closers, []
+        for close in closers:
+            close()
+
+    def tend(self) -> None:
+        """Ends leases and keeps room ahead of need. On the runner's thread, every second."""
+        if self._may_reserve():
+            self._room.collect(list(self._wanted.items()))
 
     def is_idle(self) -> bool:
         """Nothing is left but the reservation pool."""
@@ -190,11 +201,11 @@ class Planner:
         self._matcher.use(parts)
         self._stores.use(parts)
         self._refills.clear()
+        self._wanted = {}
         slots_in_all = self._facts.capacity_bytes // max(self._slot_bytes(part) for part in parts)
         count_max = max(2, min(RESERVED_AHEAD_MAX, slots_in_all // (4 * len(parts))))
         self._demands = [
-            Demand(self._config.reserve_ahead_count, count_max, self._config.grace_s)
-            for _ in parts
+            Demand(self._config.reserve_ahead_count, count_max, self._config.grace_s) for _ in parts
         ]
         for record in self._records.values():
             self._begin(record)
@@ -290,10 +301,11 @@ class Planner:
     # Reserved slots
 
     def _refill(self, now_s: float) -> None:
-        if now_s < self._refill_after_s:
+        if now_s < self._refill_after_s or not self._may_reserve():
             return
         for index, demand in enumerate(self._demands):
             have, wanted = len(self._stores.pools[index]), demand.wanted_count(now_s)
+            self._wanted[self._agreement.parts[index].namespace] = wanted
             if index in self._refills or have * 2 > wanted:
                 continue
             part, lease_s = self._agreement.parts[index], self._config.reservation_lease_s

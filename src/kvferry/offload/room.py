@@ -32,8 +32,9 @@ class SlotPool:
         return len(self._slots)
 
     def add(self, slots: Sequence[Slot], sure_until_s: float) -> None:
-        self._slots.extend((SLOT.pack(*slot.address, slot.generation), sure_until_s)
-                           for slot in slots)
+        self._slots.extend(
+            (SLOT.pack(*slot.address, slot.generation), sure_until_s) for slot in slots
+        )
 
     def take(self, count: int, needed_until_s: float) -> tuple[bytes, float] | None:
         """Up to `count` slots, packed and concatenated, all ours until `needed_until_s` at least,
@@ -61,16 +62,18 @@ class Demand:
         self._count_max = count_max
         self._grace_s = grace_s
         self._used: deque[tuple[float, int]] = deque()
+        self._used_count = 0
         self.in_sight_count = 0
 
     def used(self, count: int, now_s: float) -> None:
         self._used.append((now_s, count))
+        self._used_count += count
 
     def wanted_count(self, now_s: float) -> int:
         while self._used and self._used[0][0] < now_s - self._grace_s:
-            self._used.popleft()
-        lately = sum(count for _, count in self._used)
-        return min(self._count_max, max(self._ahead_count, lately) + self.in_sight_count)
+            self._used_count -= self._used.popleft()[1]
+        ahead = max(self._ahead_count, self._used_count)
+        return min(self._count_max, ahead + self.in_sight_count)
 
 
 def unpack(packed: bytes) -> Slot:

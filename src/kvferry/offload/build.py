@@ -1,0 +1,202 @@
+"""Puts the two halves together from a configuration: what opens in which order, and closes.
+
+A mistake in the configuration is a ConfigError here, so that the engine does not start. A catalog
+that does not answer is none: the engine starts without it, and opening is tried again.
+"""
+
+import functools
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kvferry import _native
+from kvferry.catalog.base import Catalog
+from kvferry.catalog.open import open_url as make_catalog
+from kvferry.catalog.runner import Runner, Ticket, TicketState
+from kvferry.clock import Clock
+from kvferry.config import Config
+from kvferry.device.host import HostCopier
+from kvferry.device.staging import Staging
+from kvferry.errors import ConfigError, IncompatibleError
+from kvferry.metrics import Metrics
+from kvferry.offload.base import Identity, LocalPart
+from kvferry.offload.jobs import Jobs
+from kvferry.offload.load_jobs import LoadJobs
+from kvferry.offload.mover import Mover
+from kvferry.offload.planner import Planner
+from kvferry.offload.ranks import RankPart
+from kvferry.offload.recovery import recover
+from kvferry.offload.store_jobs import StoreJobs
+from kvferry.pages.base import PageStore, StoreFacts
+from kvferry.pages.facts import Asked
+from kvferry.pages.open import open_url as open_pages
+from kvferry.pages.open import require_path
+from kvferry.pages.owner import StoreOwnership
+
+log = logging.getLogger(__name__)
+
+OWNER_LEASE_S = 10.0
+OPEN_WAIT_S = 15.0
+"""How long a start waits for the catalog: longer than a silent owner's lease."""
+REOPEN_S = 5.0
+TEND_S = 1.0
+CLOSE_S = 2.0
+
+
+class Backends:
+    """The open page store and the catalog of one process half, with the runner that calls it.
+
+    `prepare`: what follows the opening of the catalog, on the runner thread.
+    """
+
+    def __init__(self, config: Config, clock: Clock, metrics: Metrics, page_bytes: int = 0):
+        self._config = config
+        self._clock = clock
+        self.metrics = metrics
+        self.pages: PageStore = _open_pages(config, clock, page_bytes)
+        self.facts: StoreFacts = self.pages.open()
+        self.catalog: Catalog = make_catalog(
+            config.catalog_url(self.facts.store_id), clock, grace_s=config.grace_s
+        )
+        self.runner = Runner(clock, metrics)
+        self._is_open = False
+
+    def start(self, prepare: Callable[[], None] | None = None) -> None:
+        """Starts the runner and opens the catalog on it; waits for that, but not for ever."""
+        self.runner.start()
+        opening = functools.partial(self._open, prepare)
+        self._await(self.runner.submit(opening, OPEN_WAIT_S))
+        if not self._is_open:
+            log.warning("the catalog does not answer: starting without it")
+            self.runner.periodic(opening, REOPEN_S)
+
+    def close(self) -> None:
+        self.runner.close(CLOSE_S)
+        self.catalog.close()
+        self.pages.close()
+
+    def _open(self, prepare: Callable[[], None] | None) -> None:
+        if self._is_open:
+            return
+        facts = self.facts
+        self.catalog.open(facts.store_id, facts.capacity_bytes, facts.segment_bytes)
+        if prepare is not None:
+            prepare()
+        self._is_open = True
+
+    def _await(self, ticket: Ticket) -> None:
+        while ticket.state(self._clock.now_s()) is TicketState.PENDING:
+            self._clock.sleep(0.002)
+        if isinstance(ticket.error, ConfigError | IncompatibleError):
+            self.close()
+            raise ticket.error
+
+
+def _open_pages(config: Config, clock: Clock, page_bytes: int) -> PageStore:
+    asked = Asked(config.capacity_bytes, config.alignment_bytes, config.segment_bytes, page_bytes)
+    return open_pages(
+        config.pages,
+        clock,
+        asked,
+        direct_io=config.direct_io,
+        read_thread_count=config.read_threads,
+        write_thread_count=config.write_threads,
+    )
+
+
+class _Tenure:
+    """The scheduler side's part in owning the store: runs on the runner thread."""
+
+    def __init__(self, config: Config, clock: Clock, backends: Backends):
+        self._root: Path | None = require_path(config.pages)
+        self._clock = clock
+        self._backends = backends
+        self._ownership: StoreOwnership | None = None
+
+    def begin(self) -> None:
+        backends = self._backends
+        if self._root is not None:
+            catalog_id = backends.catalog.catalog_id.hex()
+            self._ownership = StoreOwnership(self._root, catalog_id, self._clock)
+            if self._ownership.acquire(OWNER_LEASE_S):
+                backends.metrics.count("kvferry_catalog_takeovers_total")
+        recover(backends.catalog, backends.pages, backends.facts, backends.metrics)
+
+    def beat(self) -> None:
+        if self._ownership is not None:
+            self._ownership.beat()
+
+    @property
+    def is_held(self) -> bool:
+        return self._ownership is None or self._ownership.holds
+
+    def end(self) -> None:
+        if self._ownership is not None:
+            self._ownership.release()
+
+
+def open_planner(config: Config, clock: Clock, metrics: Metrics, rank_count: int) -> Planner:
+    """The scheduler half, open and running. `Planner.close` closes all that was opened here."""
+    backends = Backends(config, clock, metrics)
+    tenure = _Tenure(config, clock, backends)
+    planner = Planner(
+        config,
+        clock,
+        metrics,
+        backends.catalog,
+        backends.pages,
+        backends.facts,
+        backends.runner,
+        _native.chain_keys,
+        rank_count,
+        may_reserve=lambda: tenure.is_held,
+        closers=(lambda: backends.runner.submit(tenure.end, CLOSE_S), backends.close),
+    )
+    backends.start(tenure.begin)
+    backends.runner.periodic(tenure.beat, OWNER_LEASE_S / 4)
+    backends.runner.periodic(planner.tend, TEND_S)
+    return planner
+
+
+def open_jobs(
+    config: Config,
+    clock: Clock,
+    metrics: Metrics,
+    rank: int,
+    rank_count: int,
+    stage: int,
+    local_parts: Sequence[LocalPart],
+) -> Jobs:
+    """The worker half of one rank, open and running. The regions of `local_parts` must stay valid
+    until `Jobs.close`."""
+    page_bytes = max(local.part.geometry.page_bytes for local in local_parts)
+    backends = Backends(config, clock, metrics, page_bytes)
+    metrics.set("kvferry_buffered_io", 0 if getattr(backends.pages, "direct_io", False) else 1)
+    tenant = hashlib.sha256(config.tenant.encode()).digest()[:16] if config.tenant else bytes(16)
+    parts = [_rank_part(local, config, tenant) for local in local_parts]
+    staging = Staging(config.staging_bytes, max(part.extent_bytes for part in parts))
+    staging.open()
+    backends.pages.register(staging.address, staging.length_bytes)
+    loads = LoadJobs(backends.pages, staging, clock, metrics)
+    stores = StoreJobs(backends.pages, staging, clock, metrics)
+    mover = Mover(
+        config, clock, metrics, backends.catalog, backends.pages, backends.runner, loads, stores
+    )
+    identity = Identity(
+        rank,
+        rank_count,
+        stage,
+        backends.facts.store_id,
+        tuple(local.part for local in local_parts),
+    )
+    closers = [*(part.copier.close for part in parts), backends.close, staging.close]
+    backends.start()
+    mover.start()
+    return Jobs(config, clock, metrics, identity, parts, staging, loads, stores, mover, closers)
+
+
+def _rank_part(local: LocalPart, config: Config, tenant: bytes) -> RankPart:
+    copier = HostCopier(local.regions, local.part.geometry, config.copy_threads)
+    copier.open()
+    return RankPart(local, copier, tenant, local.part.namespace)
