@@ -143,10 +143,10 @@ Operation to_operation(const OperationTuple& tuple) {
           "offset_bytes must be a multiple of 4096");
   require(operation.buffer_address % kHeaderBytes == 0,
           "buffer_address must be a multiple of 4096");
-  require(operation.slice_bytes % kHeaderBytes == 0, "slice_bytes must be a multiple of 4096");
   require(operation.slice_count > 0, "slice_count must be positive");
-  require(payload_bytes > 0 && payload_bytes + kHeaderBytes <= operation.slice_bytes,
-          "payload_bytes must be positive and fit slice_bytes");
+  require(payload_bytes > 0 && operation.slice_bytes % kHeaderBytes == 0 &&
+              (payload_bytes - 1) / kHeaderBytes + 2 == operation.slice_bytes / kHeaderBytes,
+          "slice_bytes must be 4096 and payload_bytes, rounded up to a multiple of 4096");
   require(header.size() >= kHeaderUsedBytes && header.size() <= kHeaderBytes,
           "header must have 256 to 4096 bytes");
   std::memcpy(&operation.page, header.data(), header.size());

@@ -8,7 +8,8 @@ class Buffer:
     """Page-aligned bytes, zero at first. `view`: the content; `address`: where it starts."""
 
     def __init__(self, length_bytes: int):
-        self._map = mmap.mmap(-1, max(length_bytes, 1))
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._map = mmap.mmap(-1, max(length_bytes, 1), flags)
         self.view = memoryview(self._map)[:length_bytes]
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
