@@ -7,13 +7,17 @@ import typer
 
 import kvferry
 from kvferry.cli import output
+from kvferry.cli.check import check
 from kvferry.cli.doctor import doctor
+from kvferry.cli.resize import resize
+from kvferry.cli.status import status
 from kvferry.errors import Error
 
 app = typer.Typer(
     help="KV cache for vLLM that moves.", no_args_is_help=True, pretty_exceptions_enable=False
 )
-app.command()(doctor)
+for _command in (doctor, status, check, resize):
+    app.command()(_command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -105,6 +105,13 @@ class StoreOwnership:
                 self._write(term, _others(term, self._process))
         self._number = None
 
+    def user(self) -> Term | None:
+        """The term that some process uses, or used until it died; None if all have left. Looks
+        only; may be called without `acquire`."""
+        with files.system_errors("look at", self._root):
+            _, term = self._latest()
+        return term if term.beats else None
+
     def _begin(self, number: int) -> None:
         self._number = number
         self.lost = False

@@ -1,0 +1,64 @@
+"""A store that exists, opened beside the engines that may be using it; never made, never owned."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvferry.catalog.base import Catalog
+from kvferry.clock import SystemClock
+from kvferry.config import Config, split_url
+from kvferry.errors import ConfigError, UnavailableError
+from kvferry.pages import open as pages_open
+from kvferry.pages.base import PageStore, StoreFacts
+from kvferry.pages.facts import Asked
+from kvferry.pages.segments import Superblock, read_superblock
+
+
+@dataclass(frozen=True)
+class OpenedStore:
+    """`catalog` None: there is none on this host."""
+
+    pages: PageStore
+    facts: StoreFacts
+    catalog: Catalog | None
+    catalog_url: str
+
+
+def existing_root(config: Config) -> tuple[Path, Superblock]:
+    """The folder of a store. Raises UnavailableError if there is no store."""
+    root = pages_open.require_path(config.pages)
+    if root is None:
+        raise ConfigError("cli.memory", "memory: is gone with its process; name a posix:// store")
+    try:
+        superblock = read_superblock(root)
+    except OSError as error:
+        raise UnavailableError("cli.store", f"{root}: {error.strerror}") from error
+    if superblock is None:
+        raise UnavailableError("cli.no_store", f"there is no store in {root}")
+    return root, superblock
+
+
+@contextmanager
+def open_store(config: Config) -> Iterator[OpenedStore]:
+    """Opens pages and, where there is one, catalog; closes both. Raises kvferry's errors."""
+    facts = existing_root(config)[1].facts()
+    pages = pages_open.open_url(
+        config.pages, SystemClock(), Asked(), direct_io=config.direct_io, write_thread_count=1
+    )
+    url = config.catalog_url(facts.store_id)
+    catalog = None
+    try:
+        catalog = _open_catalog(url, facts)
+        yield OpenedStore(pages, facts, catalog, url)
+    finally:
+        if catalog is not None:
+            catalog.close()
+        pages.close()
+
+
+def _open_catalog(url: str, facts: StoreFacts) -> Catalog | None:
+    scheme, path = split_url(url)
+    if scheme != "lmdb" or not Path(path).is_dir():
+        return None
+    raise NotImplementedError

@@ -1,0 +1,49 @@
+"""`kvferry resize`: gives a store another capacity."""
+
+from typing import Annotated
+
+import msgspec
+import typer
+
+from kvferry.cli import options, output
+from kvferry.cli.opened import existing_root
+from kvferry.clock import SystemClock
+from kvferry.config import parse_size
+from kvferry.errors import IncompatibleError
+from kvferry.pages import segments
+from kvferry.pages.owner import StoreOwnership
+
+
+class ResizeReport(msgspec.Struct, frozen=True):
+    """What was done."""
+
+    store_id: str
+    capacity_bytes_before: int
+    capacity_bytes: int
+
+
+def resize(
+    pages: options.Pages,
+    capacity: Annotated[str, typer.Argument(help='Bytes, or a size such as "200GiB".')],
+    force: Annotated[
+        bool, typer.Option("--force", help="Although an engine has not said that it left.")
+    ] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Change the capacity of a store while no engine uses it. Smaller: what is too much is
+    evicted when an engine starts. The configuration must then agree, or leave capacity out."""
+    root, superblock = existing_root(options.store_config(pages))
+    clock = SystemClock()
+    user = StoreOwnership(root, "", clock).user()
+    if user is not None and not force:
+        raise IncompatibleError(
+            "cli.in_use",
+            f"an engine on {user.host} uses the store: stop it, or use --force if it is dead",
+        )
+    facts = segments.resize(root, parse_size("capacity", capacity), clock)
+    report = ResizeReport(facts.store_id.hex(), superblock.capacity_bytes, facts.capacity_bytes)
+    if as_json:
+        output.print_json(report)
+    else:
+        before, after = report.capacity_bytes_before, report.capacity_bytes
+        print(f"capacity: {output.size_text(before)} -> {output.size_text(after)}")

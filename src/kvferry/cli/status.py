@@ -1,0 +1,138 @@
+"""`kvferry status`: what a store holds, for whom, and how well it serves."""
+
+import msgspec
+
+from kvferry.catalog.base import CatalogStats, SpaceStats
+from kvferry.cli import options, output
+from kvferry.cli.opened import OpenedStore, open_store
+from kvferry.cli.output import size_text
+
+
+class SpaceStatus(msgspec.Struct, frozen=True):
+    """One namespace: one model, as one kind of engine sees it."""
+
+    namespace: str
+    description: str
+    pages: int
+    bytes: int
+    reserved: int
+    graced: int
+    segments: int
+
+
+class CatalogStatus(msgspec.Struct, frozen=True):
+    """Counters since the catalog was created. `hit_rate` None: nothing was looked up."""
+
+    url: str
+    pages: int
+    segments: int
+    looked_up_keys: int
+    hit_keys: int
+    hit_rate: float | None
+    published: int
+    duplicates: int
+    expired: int
+    evicted: int
+    namespaces: list[SpaceStatus]
+
+
+class StoreStatus(msgspec.Struct, frozen=True):
+    """Everything that `status` says. `catalog` None: there is none on this host."""
+
+    store_id: str
+    capacity_bytes: int
+    used_bytes: int
+    segment_bytes: int
+    alignment_bytes: int
+    catalog: CatalogStatus | None
+
+
+def status(
+    pages: options.Pages, catalog: options.CatalogUrl = None, as_json: options.AsJson = False
+) -> None:
+    """Show pages, bytes, hit rate and evictions of a store, by namespace."""
+    with open_store(options.store_config(pages, catalog)) as store:
+        report = examine(store)
+    if as_json:
+        output.print_json(report)
+    else:
+        _print(report)
+
+
+def examine(store: OpenedStore) -> StoreStatus:
+    facts = store.facts
+    return StoreStatus(
+        facts.store_id.hex(),
+        facts.capacity_bytes,
+        store.pages.used_bytes(),
+        facts.segment_bytes,
+        facts.alignment_bytes,
+        _catalog_status(store.catalog_url, store.catalog.stats()) if store.catalog else None,
+    )
+
+
+def _catalog_status(url: str, stats: CatalogStats) -> CatalogStatus:
+    looked_up = stats.lookup_key_count
+    return CatalogStatus(
+        url,
+        sum(space.page_count for space in stats.spaces),
+        stats.segment_count,
+        looked_up,
+        stats.hit_key_count,
+        stats.hit_key_count / looked_up if looked_up else None,
+        stats.published_count,
+        stats.duplicate_count,
+        stats.expired_count,
+        stats.evicted_count,
+        [_space_status(space) for space in stats.spaces],
+    )
+
+
+def _space_status(space: SpaceStats) -> SpaceStatus:
+    return SpaceStatus(
+        space.namespace.hex(),
+        space.description,
+        space.page_count,
+        space.page_count * space.slot_bytes,
+        space.reserved_count,
+        space.graced_count,
+        space.segment_count,
+    )
+
+
+def _print(report: StoreStatus) -> None:
+    used, capacity = size_text(report.used_bytes), size_text(report.capacity_bytes)
+    print(f"store {report.store_id}: {used} of {capacity}")
+    if report.catalog is None:
+        print("no catalog on this host: no engine here has used the store yet")
+        return
+    catalog = report.catalog
+    rate = "none looked up" if catalog.hit_rate is None else f"{catalog.hit_rate:.1%} of lookups"
+    print(f"hits: {catalog.hit_keys} of {catalog.looked_up_keys} chunks ({rate})")
+    print(
+        f"pages: {catalog.pages} now, {catalog.published} published, {catalog.duplicates}"
+        f" duplicates, {catalog.evicted} evicted, {catalog.expired} reservations expired"
+    )
+    columns = ("namespace", "pages", "size", "reserved", "segments", "model")
+    output.print_table(columns, [_row(space) for space in catalog.namespaces])
+
+
+def _row(space: SpaceStatus) -> tuple[str, ...]:
+    return (
+        space.namespace[:12],
+        str(space.pages),
+        size_text(space.bytes),
+        str(space.reserved),
+        str(space.segments),
+        _model(space.description),
+    )
+
+
+def _model(description: str) -> str:
+    """The model's name in an identity record, if it has one; the record is for people."""
+    try:
+        record = msgspec.json.decode(description)
+    except msgspec.DecodeError:
+        return description[:40]
+    model = record.get("model", description) if isinstance(record, dict) else description
+    return str(model)[:40]
