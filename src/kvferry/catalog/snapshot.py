@@ -84,7 +84,7 @@ def _slots(snapshot: Snapshot) -> Iterator[str]:
     published = [page.address for page in snapshot.pages.values()]
     owners = Counter(snapshot.free)
     for owned in (snapshot.reserved, snapshot.graced, published):
-        owners.update(owned)
+        owners.update(list(owned))
     for address, count in owners.items():
         segment = snapshot.segments.get(address.segment)
         if count > 1:
