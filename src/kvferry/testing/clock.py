@@ -2,14 +2,17 @@
 
 import random
 
+Chance = random.Random
+"""Seeded decisions of a test, as an argument."""
+
 
 class ManualClock:
     """A `Clock` that stands still until it is moved; `sleep` moves it. Equal seeds give equal
     bytes. `chance` is for tests' own decisions: what they draw does not change what is minted."""
 
     def __init__(self, seed: int = 0, start_s: float = 1000.0):
-        self.chance = random.Random(f"chance {seed}")
-        self._minted = random.Random(f"minted {seed}")
+        self.chance = Chance(f"chance {seed}")
+        self._minted = Chance(f"minted {seed}")
         self._now_s = start_s
         self._wall_offset_s = 1.7e9
 
