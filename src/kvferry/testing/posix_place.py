@@ -22,6 +22,7 @@ class PosixPlace:
         self.root = root
         self._clock = clock
         self._options = options
+        self._files: SegmentFiles | None = None
 
     def store(self, asked: Asked = ASKED) -> PosixPages:
         return PosixPages(self.root, self._clock, asked, **self._options)
@@ -39,8 +40,9 @@ class PosixPlace:
                 os.ftruncate(file.fileno(), offset + len(content))
 
     def _where(self, address: Address) -> tuple[Path, int, PageGeometry]:
-        files = SegmentFiles(self.root, Asked(), self._clock, self.digest)
-        facts = files.open()
-        geometry = files.read(address.segment).geometry
-        offset = slot_offset_bytes(facts, geometry, address.slot)
-        return files.path(address.segment), offset, geometry
+        if self._files is None:
+            self._files = SegmentFiles(self.root, Asked(), self._clock, self.digest)
+            self._files.open()
+        geometry = self._files.read(address.segment).geometry
+        offset = slot_offset_bytes(self._files.facts, geometry, address.slot)
+        return self._files.path(address.segment), offset, geometry

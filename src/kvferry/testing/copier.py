@@ -1,0 +1,118 @@
+"""The readable copier: plain loops over memory at absolute addresses, and no haste.
+
+A job is done when somebody asks for it: `finish` does what it is asked for, `poll` some of the
+rest in seeded order. So a gather may be as late as the contract allows, and a caller that lets
+blocks be overwritten too early is found out.
+"""
+
+import ctypes
+from collections.abc import Iterable, Iterator, Sequence
+
+from kvferry.device.base import Piece
+from kvferry.layout import HEADER_BYTES, PageGeometry, Region
+from kvferry.testing.clock import Chance
+
+
+class ReferenceCopier:
+    """A `Copier`. See the module. `chance`: which jobs a poll does; None: all of them, in order.
+
+    `is_stuck`: while True nothing is copied, as if its threads were lost. One thread.
+    """
+
+    def __init__(
+        self, regions: Sequence[Region], geometry: PageGeometry, chance: Chance | None = None
+    ):
+        self._regions = tuple(regions)
+        self._geometry = geometry
+        self._chance = chance
+        self._job = 0
+        self._waiting: dict[int, tuple[bool, tuple[Piece, ...]]] = {}
+        self._done: list[int] = []
+        self.is_stuck = False
+
+    def open(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.is_stuck = False
+        self.finish(list(self._waiting), 0.0)
+
+    def submit_gather(self, pieces: Sequence[Piece]) -> int:
+        for piece in pieces:
+            if any(block < 0 for block in piece.blocks):
+                raise ValueError("a gather needs all of its blocks")
+        return self._submit(True, pieces)
+
+    def submit_scatter(self, pieces: Sequence[Piece]) -> int:
+        return self._submit(False, pieces)
+
+    def poll(self) -> list[int]:
+        if not self.is_stuck:
+            for job in self._chosen():
+                self._do(job)
+        done, self._done = self._done, []
+        return done
+
+    def finish(self, jobs: Iterable[int], timeout_s: float) -> bool:
+        waiting = [job for job in jobs if job in self._waiting]
+        if self.is_stuck:
+            return not waiting
+        for job in waiting:
+            self._do(job)
+        return True
+
+    def _submit(self, is_gather: bool, pieces: Sequence[Piece]) -> int:
+        block_bytes = sum(region.block_head_bytes for region in self._regions)
+        for piece in pieces:
+            if len(piece.blocks) * block_bytes > self._geometry.padded_payload_bytes:
+                raise ValueError("more blocks than a slice has room for")
+        self._job += 1
+        self._waiting[self._job] = (is_gather, tuple(pieces))
+        return self._job
+
+    def _chosen(self) -> list[int]:
+        jobs = list(self._waiting)
+        if self._chance is None:
+            return jobs
+        return self._chance.sample(jobs, self._chance.randint(0, len(jobs)))
+
+    def _do(self, job: int) -> None:
+        is_gather, pieces = self._waiting.pop(job)
+        for piece in pieces:
+            if is_gather:
+                self._clear(piece.staging_address)
+            for block_address, page_address, count in self._runs(piece):
+                source, target = block_address, page_address
+                if not is_gather:
+                    source, target = target, source
+                ctypes.memmove(target, source, count)
+        self._done.append(job)
+
+    def _clear(self, address: int) -> None:
+        for head in range(self._regions[0].head_count):
+            start = address + head * self._geometry.slice_bytes + HEADER_BYTES
+            ctypes.memset(start, 0, self._geometry.padded_payload_bytes)
+
+    def _runs(self, piece: Piece) -> Iterator[tuple[int, int, int]]:
+        """Address in engine memory, address in the extent, bytes: of all that is not skipped."""
+        for head in range(self._regions[0].head_count):
+            page_address = piece.staging_address + head * self._geometry.slice_bytes + HEADER_BYTES
+            for region in self._regions:
+                for block in piece.blocks:
+                    if block >= 0:
+                        yield from block_runs(region, block, head, page_address)
+                    page_address += region.block_head_bytes
+
+
+def block_runs(
+    region: Region, block: int, head: int, page_address: int
+) -> Iterator[tuple[int, int, int]]:
+    """The pieces of one head of one block: address, address in the page, bytes."""
+    first = block * region.kernel_blocks
+    for kernel_block in range(first, first + region.kernel_blocks):
+        address = region.base_address + kernel_block * region.block_stride_bytes
+        address += head * region.head_stride_bytes
+        for _ in range(region.block_tokens):
+            yield address, page_address, region.content_bytes
+            address += region.token_stride_bytes
+            page_address += region.content_bytes
