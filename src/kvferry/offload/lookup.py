@@ -68,7 +68,8 @@ class Lookup:
 
     def run(self) -> tuple[PartAnswer, ...]:
         self.keys = tuple(self._hash(part) for part in self._parts)
-        return tuple(self._ask(part, keys) for part, keys in zip(self._parts, self.keys))
+        pairs = zip(self._parts, self.keys, strict=True)
+        return tuple(self._ask(part, keys) for part, keys in pairs)
 
     def _hash(self, part: Part) -> bytes:
         end_chunk = self.token_count // part.chunk_tokens

@@ -93,7 +93,7 @@ class Mover:
                 if not moved and not self._wait():
                     self._wake.wait(IDLE_WAIT_S)
             # The job runner's edge: whatever a backend does, the engine serves on.
-            except Exception as error:  # noqa: BLE001
+            except Exception as error:
                 self._stand_aside(error)
                 return
 
