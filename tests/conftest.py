@@ -3,7 +3,7 @@
 import importlib.util
 from pathlib import Path
 
-NEEDS_ENGINE = Path(__file__).parent / "e2e"
+NEEDS_ENGINE = [Path(__file__).parent / name for name in ("e2e", "vllm_plugin")]
 
 
 def _has_engine() -> bool:
@@ -16,7 +16,7 @@ def _has_native() -> bool:
 
 def pytest_ignore_collect(collection_path):
     """Tests with a real engine are not even imported where there is none."""
-    if collection_path == NEEDS_ENGINE and not _has_engine():
+    if collection_path in NEEDS_ENGINE and not _has_engine():
         return True
     return None
 
@@ -25,4 +25,4 @@ def pytest_terminal_summary(terminalreporter):
     if not _has_native():
         terminalreporter.write_line("no native extension here: its tests were skipped")
     if not _has_engine():
-        terminalreporter.write_line("no vLLM here: tests/e2e was left out")
+        terminalreporter.write_line("no vLLM here: tests/e2e and tests/vllm_plugin were left out")

@@ -1,0 +1,27 @@
+"""The offload connector inside vLLM: the only place that imports vLLM.
+
+connector   the class that vLLM makes, once per role; delegates, never thinks
+facade      the edge where our errors end
+scheduler   what vLLM's scheduler says, to the planner
+worker      what vLLM's worker says, to the jobs
+request     a vLLM request as the planner sees it; adapters (LoRA) by their files
+identity    who this rank is: what makes its bytes interchangeable with others'
+weights     what makes two models' weights different
+regions     where the bytes of the KV cache lie
+refusals    what cannot be shared safely, refused at start with the reason
+versions    all differences between vLLM's versions
+stats       counters, on their way to vLLM's metrics
+"""
+
+CONNECTOR = "FerryStoreConnector"
+
+
+def register() -> None:
+    """Entry point of the group `vllm.general_plugins`: makes the connector known by its class
+    name. vLLM calls it in every process, possibly several times."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import (  # noqa: PLC0415
+        KVConnectorFactory,
+    )
+
+    if CONNECTOR not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(CONNECTOR, "kvferry.vllm_plugin.connector", CONNECTOR)

@@ -1,0 +1,130 @@
+"""A vLLM request as the planner sees it, and adapters by the content of their files."""
+
+import hashlib
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvferry.keys import encode_extras
+from kvferry.vllm_plugin.weights import adapter_digest
+
+Signature = tuple[tuple[str, int, int], ...]
+"""Name, length and time of change of each file of an adapter."""
+
+
+class Adapters:
+    """Names adapters by their files. Any thread; the first call for an adapter reads its files.
+
+    vLLM may keep an adapter in memory or read it again at any time, so after its files have
+    changed nobody can say which version computed what: from then on each of its requests is
+    alone, with a name that nobody can have again.
+    """
+
+    def __init__(self, random_bytes: Callable[[int], bytes]):
+        self._random_bytes = random_bytes
+        self._known: dict[tuple[int, str], tuple[Signature, bytes]] = {}
+        self._is_folder: dict[str, bool] = {}
+        self._lock = threading.Lock()
+
+    def is_folder(self, path: str) -> bool:
+        """Whether a path names an adapter's files; asked of the file system once."""
+        if path not in self._is_folder:
+            self._is_folder[path] = Path(path).is_dir()
+        return self._is_folder[path]
+
+    def name(self, lora_request: Any) -> bytes:
+        """32 bytes for a LoRA request whose path is a folder."""
+        folder = Path(lora_request.lora_path)
+        adapter = (lora_request.lora_int_id, lora_request.lora_path)
+        with self._lock:
+            try:
+                signature = _signature(folder)
+                if adapter not in self._known:
+                    self._known[adapter] = (signature, adapter_digest(folder))
+            except OSError:
+                return self._random_bytes(32)
+            known_signature, digest = self._known[adapter]
+        return digest if signature == known_signature else self._random_bytes(32)
+
+
+class EngineRequest:
+    """`offload.base.Request` over a vLLM request, which it keeps alive. Any thread may read it."""
+
+    def __init__(self, request: Any, adapters: Adapters):
+        self._request = request
+        self._adapters = adapters
+        self._adapter: bytes | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self._request.request_id
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        return self._request.all_token_ids
+
+    @property
+    def is_cacheable(self) -> bool:
+        """Sessions that go on with other tokens are not followed; an adapter that is no folder
+        cannot be named."""
+        lora = self._request.lora_request
+        is_named = lora is None or self._adapters.is_folder(lora.lora_path)
+        return is_named and not getattr(self._request, "resumable", False)
+
+    @property
+    def is_readable(self) -> bool:
+        return not self._request.skip_reading_prefix_cache
+
+    def extras(self, start_token: int, end_token: int) -> bytes:
+        extras: list[tuple[str, bytes]] = []
+        if start_token == 0:
+            extras += self._first_chunk()
+        extras += self._media(start_token, end_token)
+        if self._request.prompt_embeds is not None:
+            extras += self._embeddings(start_token, end_token)
+        return encode_extras(extras)
+
+    def _first_chunk(self) -> list[tuple[str, bytes]]:
+        """What holds for the whole request: keys are chained, so once is enough."""
+        extras = []
+        if self._request.cache_salt:
+            extras.append(("salt", self._request.cache_salt.encode()))
+        if self._request.lora_request is not None:
+            if self._adapter is None:
+                self._adapter = self._adapters.name(self._request.lora_request)
+            extras.append(("lora", self._adapter))
+        return extras
+
+    def _media(self, start_token: int, end_token: int) -> list[tuple[str, bytes]]:
+        """Images and the like that lie in these tokens, with where they begin."""
+        extras = []
+        for feature in self._request.mm_features:
+            offset = feature.mm_position.offset
+            if offset < end_token and offset + feature.mm_position.length > start_token:
+                at = struct.pack("<q", offset - start_token)
+                extras.append(("media", at + feature.identifier.encode()))
+        return extras
+
+    def _embeddings(self, start_token: int, end_token: int) -> list[tuple[str, bytes]]:
+        """Where the prompt is given as vectors, token ids say nothing."""
+        vectors = self._request.prompt_embeds[start_token:end_token].contiguous()
+        if not len(vectors):
+            return []
+        is_token = getattr(self._request, "prompt_is_token_ids", None) or ()
+        shape = f"{vectors.dtype} {tuple(vectors.shape)}".encode()
+        content = hashlib.sha256(vectors.view(torch.uint8).numpy()).digest()
+        return [("vectors", content + shape), ("ids", bytes(is_token[start_token:end_token]))]
+
+
+def _signature(folder: Path) -> Signature:
+    return tuple(
+        sorted(
+            (path.name, path.stat().st_size, path.stat().st_mtime_ns)
+            for path in folder.iterdir()
+            if path.is_file()
+        )
+    )

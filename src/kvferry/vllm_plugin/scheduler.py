@@ -1,0 +1,95 @@
+"""The scheduler role: what vLLM's scheduler says, to the planner; its plans, to the step.
+
+One thread: the scheduler's. Nothing here waits.
+"""
+
+from typing import Any
+
+from kvferry.offload.base import Plan, Scheduled, Step
+from kvferry.offload.planner import Planner
+from kvferry.vllm_plugin.messages import WorkerMetadata
+from kvferry.vllm_plugin.request import Adapters, EngineRequest
+from kvferry.vllm_plugin.versions import TableSource, copy_targets
+
+NULL_BLOCK = 0
+
+
+class SchedulerRole:
+    """Translates. Knows for each request how many tokens the engine had itself at its last match,
+    and how long its block tables were, to tell which blocks a step allocated newly."""
+
+    def __init__(self, planner: Planner, adapters: Adapters, group_block_tokens: list[int]):
+        self._planner = planner
+        self._adapters = adapters
+        self._group_block_tokens = group_block_tokens
+        self._tables = TableSource()
+        self._known_counts: dict[str, list[int]] = {}
+        self._new_blocks: set[int] = set()
+
+    def new_request(self, request: Any) -> None:
+        self._planner.on_new_request(EngineRequest(request, self._adapters))
+
+    def match(self, request: Any, computed_tokens: int) -> int | None:
+        """Tokens that can be loaded beyond `computed_tokens`; None: ask again."""
+        self._known_counts[request.request_id] = [
+            computed_tokens // tokens for tokens in self._group_block_tokens
+        ]
+        return self._planner.match(request.request_id, computed_tokens, request.num_tokens)
+
+    def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
+        """A waiting request was admitted, or a loaded one got the rest of its blocks."""
+        request_id, tables = request.request_id, blocks.get_block_ids()
+        known_counts = self._known_counts.get(request_id, [0] * len(tables))
+        for table, known in zip(tables, known_counts, strict=True):
+            self._new_blocks.update(table[known:])
+        self._known_counts[request_id] = [len(table) for table in tables]
+        self._tables.allocated(request_id, tables)
+        self._planner.allocated(request_id, tables, external_tokens)
+
+    def build(self, output: Any) -> Plan:
+        """The plan of the step that vLLM's scheduler has just decided."""
+        self._tables.begin_step(output)
+        cached = output.scheduled_cached_reqs
+        for request_id, groups in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if groups and request_id not in cached.resumed_req_ids:
+                self._new_blocks.update(*groups)
+        self._new_blocks.update(copy_targets(output))
+        self._new_blocks.discard(NULL_BLOCK)
+        new_blocks, self._new_blocks = frozenset(self._new_blocks), set()
+        return self._planner.build(
+            Step(
+                scheduled=_scheduled(output),
+                preempted=frozenset(output.preempted_req_ids or ()),
+                new_blocks=new_blocks,
+                tables=self._tables.tables,
+            )
+        )
+
+    def receive(self, metadata: WorkerMetadata) -> None:
+        for report in metadata.decode():
+            self._planner.receive(report)
+
+    def finished(self, request: Any, tables: tuple[list[int], ...]) -> None:
+        """Called before the blocks are freed; also for requests that never ran."""
+        self._known_counts.pop(request.request_id, None)
+        self._tables.finished(request.request_id)
+        self._planner.finished(request.request_id, tables)
+
+    def reset(self) -> None:
+        self._planner.reset()
+
+    def close(self) -> None:
+        self._planner.close()
+
+
+def _scheduled(output: Any) -> tuple[Scheduled, ...]:
+    counts, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+    new = [
+        Scheduled(data.req_id, data.num_computed_tokens, counts[data.req_id])
+        for data in output.scheduled_new_reqs
+    ]
+    running = [
+        Scheduled(request_id, computed, counts[request_id])
+        for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    ]
+    return (*new, *running)

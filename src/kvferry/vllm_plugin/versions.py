@@ -1,0 +1,131 @@
+"""All differences between the versions of vLLM that are supported, and nothing else.
+
+Read from the sources of each version; 0.32 is what the tests run on.
+
+| version | what changed for us |
+| --- | --- |
+| 0.26 | one four-dimensional tensor per layer; MLA three-dimensional |
+| 0.28 | the content dimension may be packed |
+| 0.30 | `get_transfer_results` with `failed_recving`; block tables by `kv_connector_block_state`;
+         MLA four-dimensional |
+| 0.31 | `wait_for_save` also on steps without a forward |
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import vllm
+from vllm.config import get_layers_from_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1 import base as connector_base
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+from kvferry.errors import ConfigError
+
+FIRST = (0, 26)
+LAST = (0, 33)
+SEVERAL_GROUPS_FIRST = (0, 30)
+"""Older versions cannot report a failed load where there is more than one cache group."""
+
+BlockTables = tuple[list[int], ...]
+
+
+def check_version(version: str = vllm.__version__) -> tuple[int, int]:
+    """(major, minor). Raises ConfigError if this vLLM is not supported."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    found = (int(match[1]), int(match[2])) if match else None
+    if found is None or not FIRST <= found <= LAST:
+        raise ConfigError(
+            "vllm.version",
+            f"kvferry supports vLLM {_text(FIRST)} to {_text(LAST)}, and this is {version}:"
+            " install one of these, or a newer kvferry",
+        )
+    return found
+
+
+def reports_failed_loads() -> bool:
+    """Whether a request's load can be reported failed (else: its blocks)."""
+    return hasattr(connector_base, "KVConnectorTransferResults")
+
+
+def transfer_results(done: set[str], failed: set[str]) -> Any:
+    """What `get_transfer_results` returns, from 0.30 on."""
+    return connector_base.KVConnectorTransferResults(finished_recving=done, failed_recving=failed)
+
+
+def attention_layers(vllm_config: Any, layer_names: Sequence[str]) -> dict[str, Any]:
+    """The layer objects by name. Worker side, after the model was loaded."""
+    return get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(layer_names))
+
+
+def layer_spec(group_spec: Any, layer_name: str) -> Any:
+    """The spec of one layer: groups of layers that differ carry one for each."""
+    return getattr(group_spec, "kv_cache_specs", {}).get(layer_name, group_spec)
+
+
+def layer_specs(group: Any) -> list[Any]:
+    """The specs of all layers of a cache group."""
+    return [layer_spec(group.kv_cache_spec, name) for name in group.layer_names]
+
+
+def quantisation(spec: Any) -> str:
+    """Name of the KV quantisation of a layer: "NONE" if there is none."""
+    return getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
+
+
+def is_transferable(group: Any) -> bool:
+    """False for groups in host memory or rebuilt by the engine itself (from 0.30 on)."""
+    return getattr(group, "enable_kv_transfer", True) and not getattr(group, "host_resident", False)
+
+
+def copy_targets(scheduler_output: Any) -> list[int]:
+    """Blocks that the step fills by copying others."""
+    copies = scheduler_output.kv_cache_block_copies or ()
+    return [copy.dst_block_id for copy in copies]
+
+
+class TableSource:
+    """Block tables of the requests of a step, by cache group.
+
+    From 0.30 on the scheduler hands them over; before, they are followed here (one cache group
+    only, where tables only grow). One thread: the scheduler's.
+    """
+
+    def __init__(self) -> None:
+        self._followed: dict[str, BlockTables] = {}
+        self._state: Any = None
+        self._must_follow = not reports_failed_loads()
+
+    def begin_step(self, scheduler_output: Any) -> None:
+        self._state = getattr(scheduler_output, "kv_connector_block_state", None)
+        if not self._must_follow:
+            return
+        cached = scheduler_output.scheduled_cached_reqs
+        for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            table = self._followed.get(request_id)
+            if blocks and table is not None and request_id not in cached.resumed_req_ids:
+                for known, added in zip(table, blocks, strict=True):
+                    known.extend(added)
+
+    def allocated(self, request_id: str, tables: Sequence[Sequence[int]]) -> None:
+        if self._must_follow:
+            self._followed[request_id] = tuple(list(table) for table in tables)
+
+    def tables(self, request_id: str) -> Sequence[Sequence[int]]:
+        """As of the step that began; only for requests that are scheduled in it."""
+        if self._must_follow:
+            return self._followed[request_id]
+        return self._state.get_block_ids(request_id)
+
+    def finished(self, request_id: str) -> None:
+        self._followed.pop(request_id, None)
+
+
+def _text(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+def cache_hit_source() -> Any:
+    """How vLLM labels our hits, from 0.32 on: the tier is a disk."""
+    source = getattr(connector_base, "CacheHitSource", None)
+    return None if source is None else source.DISK

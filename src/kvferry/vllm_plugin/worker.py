@@ -1,0 +1,78 @@
+"""The worker role: what vLLM's worker says, to the jobs. One thread: the worker's."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+from kvferry.clock import Clock
+from kvferry.config import Config
+from kvferry.metrics import Metrics
+from kvferry.offload.base import Finished, Plan
+from kvferry.offload.build import open_jobs
+from kvferry.offload.jobs import Jobs
+from kvferry.vllm_plugin.identity import Rank, local_parts
+from kvferry.vllm_plugin.messages import encode
+from kvferry.vllm_plugin.weights import model_record
+
+
+class WorkerRole:
+    """Life: `register` once, then for each step `before_step`, `after_forward`, `collect`,
+    `report`; `close` at the end. Keeps the tensors alive whose addresses the jobs know."""
+
+    def __init__(
+        self, config: Config, vllm_config: Any, kv_cache_config: Any, clock: Clock, metrics: Metrics
+    ):
+        self._config = config
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._clock = clock
+        self._metrics = metrics
+        self._jobs: Jobs | None = None
+        self._kv_caches: Mapping[str, torch.Tensor] = {}
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Opens the jobs over the engine's memory. Raises ConfigError, UnavailableError."""
+        self._kv_caches = dict(kv_caches)
+        rank = this_rank()
+        model = model_record(self._config, self._vllm_config)
+        parts = local_parts(
+            self._config, self._vllm_config, self._kv_cache_config, kv_caches, rank, model
+        )
+        self._jobs = open_jobs(
+            self._config, self._clock, self._metrics, rank.index, rank.count, rank.stage, parts
+        )
+
+    def before_step(self, plan: Plan) -> None:
+        if self._jobs is not None:
+            self._jobs.before_step(plan)
+
+    def after_forward(self, is_empty_step: bool) -> None:
+        if self._jobs is not None:
+            self._jobs.after_forward(is_empty_step)
+
+    def collect(self) -> Finished:
+        return self._jobs.collect() if self._jobs is not None else Finished()
+
+    def report(self) -> bytes | None:
+        report = self._jobs.report() if self._jobs is not None else None
+        return None if report is None else encode(report)
+
+    def close(self) -> None:
+        if self._jobs is not None:
+            self._jobs.close()
+        self._kv_caches = {}
+
+
+def this_rank() -> Rank:
+    """This process among the ranks of its engine (data-parallel engines are others)."""
+    tp, pp = get_tp_group(), get_pp_group()
+    return Rank(
+        index=pp.rank_in_group * tp.world_size + tp.rank_in_group,
+        count=pp.world_size * tp.world_size,
+        stage=pp.rank_in_group,
+        stage_count=pp.world_size,
+        tp_index=tp.rank_in_group,
+        tp_count=tp.world_size,
+    )

@@ -1,0 +1,145 @@
+"""If two requests with different inputs had one key, one would be answered from the other's KV."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvferry.vllm_plugin.request import Adapters, EngineRequest
+
+
+class Chance:
+    """Never the same bytes twice."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, length: int) -> bytes:
+        self.count += 1
+        return self.count.to_bytes(length, "big")
+
+
+def request(adapters=None, **changes) -> EngineRequest:
+    fields = {
+        "request_id": "r",
+        "all_token_ids": list(range(256)),
+        "cache_salt": None,
+        "lora_request": None,
+        "mm_features": [],
+        "prompt_embeds": None,
+        "skip_reading_prefix_cache": False,
+        "resumable": False,
+    }
+    return EngineRequest(SimpleNamespace(**(fields | changes)), adapters or Adapters(Chance()))
+
+
+def lora(folder, number=1):
+    return SimpleNamespace(lora_path=str(folder), lora_int_id=number)
+
+
+def image(identifier: str, offset: int, length: int):
+    position = SimpleNamespace(offset=offset, length=length)
+    return SimpleNamespace(identifier=identifier, mm_position=position)
+
+
+def adapter(folder, content: bytes):
+    folder.mkdir()
+    (folder / "adapter_model.safetensors").write_bytes(content)
+    return folder
+
+
+def test_a_plain_request_has_no_extras():
+    assert request().extras(0, 64) == b""
+
+
+def test_salts_isolate():
+    assert request(cache_salt="a").extras(0, 64) != request(cache_salt="b").extras(0, 64)
+
+
+def test_a_salt_is_in_the_first_chunk_only_since_keys_are_chained():
+    assert request(cache_salt="a").extras(64, 128) == b""
+
+
+def test_a_salt_is_not_an_image():
+    salted = request(cache_salt="x").extras(0, 64)
+    assert request(mm_features=[image("x", 0, 8)]).extras(0, 64) != salted
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(image("cat", 8, 16), image("dog", 8, 16)), (image("cat", 8, 16), image("cat", 9, 16))],
+    ids=["another image", "another place"],
+)
+def test_images_are_told_apart(one, other):
+    assert request(mm_features=[one]).extras(0, 64) != request(mm_features=[other]).extras(0, 64)
+
+
+def test_an_image_counts_in_every_chunk_that_it_touches():
+    touched = request(mm_features=[image("cat", 60, 10)])
+
+    assert touched.extras(0, 64) != b""
+    assert touched.extras(64, 128) != b""
+    assert touched.extras(128, 192) == b""
+
+
+def test_adapters_are_told_apart_by_their_files_and_not_by_their_path(tmp_path):
+    adapters = Adapters(Chance())
+    one = adapter(tmp_path / "one", b"first")
+    same = adapter(tmp_path / "same", b"first")
+    other = adapter(tmp_path / "other", b"second")
+
+    def name(folder, number):
+        return request(adapters, lora_request=lora(folder, number)).extras(0, 64)
+
+    assert name(one, 1) == name(same, 2)
+    assert name(one, 1) != name(other, 3)
+
+
+def test_an_adapter_whose_files_changed_is_never_shared_again(tmp_path):
+    adapters = Adapters(Chance())
+    folder = adapter(tmp_path / "one", b"first")
+    before = request(adapters, lora_request=lora(folder)).extras(0, 64)
+
+    (folder / "adapter_model.safetensors").write_bytes(b"another")
+    after = {request(adapters, lora_request=lora(folder)).extras(0, 64) for _ in range(2)}
+
+    assert before not in after
+    assert len(after) == 2
+
+
+def test_one_request_keeps_one_name_for_its_adapter(tmp_path):
+    folder = adapter(tmp_path / "one", b"first")
+    kept = request(lora_request=lora(folder))
+    before = kept.extras(0, 64)
+    (folder / "adapter_model.safetensors").write_bytes(b"another")
+
+    assert kept.extras(0, 64) == before
+
+
+def test_an_adapter_that_is_no_folder_is_left_alone():
+    assert not request(lora_request=lora("org/adapter")).is_cacheable
+
+
+def test_vectors_are_told_apart():
+    vectors = torch.arange(256 * 4, dtype=torch.bfloat16).view(256, 4)
+    changed = vectors.clone()
+    changed[70] += 1
+
+    one, other = request(prompt_embeds=vectors), request(prompt_embeds=changed)
+
+    assert one.extras(0, 64) == other.extras(0, 64)
+    assert one.extras(64, 128) != other.extras(64, 128)
+
+
+def test_tokens_among_vectors_are_told_apart():
+    vectors = torch.zeros(64, 4)
+    mask = [False] * 64
+    one = request(prompt_embeds=vectors, prompt_is_token_ids=mask)
+    other = request(prompt_embeds=vectors, prompt_is_token_ids=[True, *mask[1:]])
+
+    assert one.extras(0, 64) != other.extras(0, 64)
+
+
+def test_sessions_and_log_probabilities_of_prompts_are_left_alone():
+    assert not request(resumable=True).is_cacheable
+    assert not request(skip_reading_prefix_cache=True).is_readable
