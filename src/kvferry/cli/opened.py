@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.catalog.base import Catalog
+from kvferry.catalog.lmdb import LmdbCatalog
 from kvferry.clock import SystemClock
 from kvferry.config import Config, split_url
 from kvferry.errors import ConfigError, UnavailableError
@@ -58,7 +59,10 @@ def open_store(config: Config) -> Iterator[OpenedStore]:
 
 
 def _open_catalog(url: str, facts: StoreFacts) -> Catalog | None:
+    """Only one that is there already: looking at a store makes no catalog."""
     scheme, path = split_url(url)
-    if scheme != "lmdb" or not Path(path).is_dir():
+    if scheme != "lmdb" or not Path(path, "data.mdb").exists():
         return None
-    raise NotImplementedError
+    catalog = LmdbCatalog(Path(path), SystemClock())
+    catalog.open(facts.store_id, facts.capacity_bytes, facts.segment_bytes)
+    return catalog

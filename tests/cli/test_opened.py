@@ -1,0 +1,91 @@
+"""Looking at a store must neither make one nor disturb the engines that use it."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("kvferry._native", reason="posix pages need the native extension")
+
+from kvferry.catalog.lmdb import LmdbCatalog
+from kvferry.cli import check, status
+from kvferry.cli.opened import open_store
+from kvferry.cli.options import store_config
+from kvferry.cli.resize import resize
+from kvferry.clock import SystemClock
+from kvferry.config import split_url
+from kvferry.errors import ConfigError, IncompatibleError, UnavailableError
+from kvferry.pages.facts import Asked
+from kvferry.pages.open import open_url
+from kvferry.pages.owner import StoreOwnership
+from kvferry.pages.segments import read_superblock
+
+CAPACITY_BYTES = 16 << 20
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    """A store that was made and closed."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    folder = tmp_path / "kv"
+    open_url(f"posix://{folder}", SystemClock(), Asked(capacity_bytes=CAPACITY_BYTES)).close()
+    return folder
+
+
+@pytest.fixture
+def catalog(root):
+    """Its catalog, as an engine has it open."""
+    facts = read_superblock(root).facts()
+    url = store_config(str(root)).catalog_url(facts.store_id)
+    opened = LmdbCatalog(Path(split_url(url).path), SystemClock())
+    opened.open(facts.store_id, facts.capacity_bytes, facts.segment_bytes)
+    yield opened
+    opened.close()
+
+
+def test_a_store_that_is_not_there_is_not_made(tmp_path):
+    with pytest.raises(UnavailableError, match="no store"), open_store(store_config(str(tmp_path))):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_is_refused():
+    with pytest.raises(ConfigError), open_store(store_config("memory:")):
+        pass
+
+
+def test_no_catalog_is_made(root, tmp_path):
+    with open_store(store_config(str(root))) as store:
+        assert status.examine(store).catalog is None
+        assert check.examine(store, fix=True).is_clean
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_catalog_in_use_is_shared(root, catalog):
+    catalog_id = catalog.catalog_id
+    with open_store(store_config(str(root))) as store:
+        assert store.catalog.catalog_id == catalog_id
+        assert status.examine(store).catalog.pages == 0
+        assert check.examine(store, fix=False).has_catalog
+    assert catalog.stats().capacity_bytes == CAPACITY_BYTES
+
+
+def test_resize_changes_the_store(root):
+    resize(str(root), "32MiB")
+    assert read_superblock(root).capacity_bytes == 32 << 20
+
+
+def test_resize_is_refused_while_an_engine_uses_the_store(root):
+    owner = StoreOwnership(root, "ab" * 16, SystemClock())
+    owner.acquire(1.0)
+    with pytest.raises(IncompatibleError):
+        resize(str(root), "32MiB")
+    assert read_superblock(root).capacity_bytes == CAPACITY_BYTES
+    owner.release()
+    resize(str(root), "32MiB")
+    assert read_superblock(root).capacity_bytes == 32 << 20
+
+
+def test_resize_can_be_forced(root):
+    StoreOwnership(root, "ab" * 16, SystemClock()).acquire(1.0)
+    resize(str(root), "32MiB", force=True)
+    assert read_superblock(root).capacity_bytes == 32 << 20
