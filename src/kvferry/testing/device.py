@@ -1,0 +1,308 @@
+"""What every copier must do: subclass `CopierSuite` and say how to make one."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from kvferry.device.base import SKIP, Copier, Piece
+from kvferry.layout import HEADER_BYTES, PageGeometry, Region
+from kvferry.testing.staging import Buffer
+
+BLOCK_COUNT = 9
+CHUNK_BLOCKS = 3
+TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Nesting:
+    """How one layer's cache is laid out: dimensions outermost first. `gap_bytes`: unused bytes
+    after each token. Content is 16 bytes for a token, whatever the layout."""
+
+    order: tuple[str, str, str]
+    kernel_blocks: int = 1
+    block_tokens: int = 4
+    content_bytes: int = 16
+    gap_bytes: int = 0
+
+
+NESTINGS = {
+    "tokens outside heads": Nesting(("block", "token", "head")),
+    "heads outside tokens": Nesting(("block", "head", "token")),
+    "heads outermost": Nesting(("head", "block", "token")),
+    "two kernel blocks": Nesting(("block", "head", "token"), kernel_blocks=2, block_tokens=2),
+    "opaque blocks": Nesting(("block", "head", "token"), block_tokens=1, content_bytes=64),
+    "gaps": Nesting(("block", "token", "head"), gap_bytes=24),
+}
+
+
+class Rig:
+    """The caches of `layer_count` layers of one rank, filled with what says where it lies, and an
+    extent for each of `extent_count` pages."""
+
+    def __init__(self, nesting: Nesting, heads: range, layer_count: int = 2, extent_count: int = 4):
+        self.heads = heads
+        self.geometry = PageGeometry(len(heads), layer_count * CHUNK_BLOCKS * 64, 12)
+        extent_bytes = len(heads) * self.geometry.slice_bytes
+        self.memory = [self._memory(nesting) for _ in range(layer_count)]
+        self.regions = [
+            self._region(nesting, f"layer.{layer}", memory.address)
+            for layer, memory in enumerate(self.memory)
+        ]
+        self.staging = Buffer(extent_count * extent_bytes)
+        self.staging.view[:] = b"\xaa" * self.staging.length_bytes
+        self.addresses = [self.staging.address + i * extent_bytes for i in range(extent_count)]
+
+    def _counts(self, nesting: Nesting) -> dict[str, int]:
+        blocks = BLOCK_COUNT * nesting.kernel_blocks
+        return {"block": blocks, "head": len(self.heads), "token": nesting.block_tokens}
+
+    def _memory(self, nesting: Nesting) -> Buffer:
+        token_bytes = nesting.content_bytes + nesting.gap_bytes
+        blocks, heads, tokens = self._counts(nesting).values()
+        return Buffer(blocks * heads * tokens * token_bytes)
+
+    def _region(self, nesting: Nesting, layer: str, address: int) -> Region:
+        strides, stride_bytes = {}, nesting.content_bytes + nesting.gap_bytes
+        for name in reversed(nesting.order):
+            strides[name] = stride_bytes
+            stride_bytes *= self._counts(nesting)[name]
+        return Region(
+            layer,
+            address,
+            BLOCK_COUNT,
+            nesting.kernel_blocks,
+            len(self.heads),
+            nesting.block_tokens,
+            nesting.content_bytes,
+            strides["block"],
+            strides["head"],
+            strides["token"],
+        )
+
+    def write_blocks(self, blocks: Sequence[int], names: Sequence[str]) -> None:
+        """Fills blocks with the content of these names."""
+        for block, name in zip(blocks, names, strict=True):
+            self._move(block, lambda layer, head, name=name: content(name, layer, head))
+
+    def read_block(self, block: int) -> list[bytes]:
+        """Content of a block: by head, then by layer."""
+        return [
+            b"".join(bytes(part) for part in self._parts(layer, head, block))
+            for head in range(len(self.heads))
+            for layer in range(len(self.regions))
+        ]
+
+    def _move(self, block: int, source) -> None:
+        for layer in range(len(self.regions)):
+            for head in range(len(self.heads)):
+                rest = source(layer, self.heads[head])
+                for part in self._parts(layer, head, block):
+                    part[:] = rest[: len(part)]
+                    rest = rest[len(part) :]
+
+    def _parts(self, layer: int, head: int, block: int) -> list[memoryview]:
+        region, view = self.regions[layer], self.memory[layer].view
+        first = block * region.kernel_blocks
+        return [
+            view[start : start + region.content_bytes]
+            for kernel_block in range(first, first + region.kernel_blocks)
+            for token in range(region.block_tokens)
+            for start in [
+                kernel_block * region.block_stride_bytes
+                + head * region.head_stride_bytes
+                + token * region.token_stride_bytes
+            ]
+        ]
+
+    def write_extent(self, index: int, names: Sequence[str]) -> None:
+        """Fills the payloads of an extent, as another rank's gather would have."""
+        for head, start in self._payload_starts(index):
+            payload = self.payload(names, head)
+            self.staging.view[start : start + len(payload)] = payload
+
+    def payload(self, names: Sequence[str], head: int) -> bytes:
+        """The canonical payload of one head of a chunk: by layer, then by block."""
+        layers = range(len(self.regions))
+        return b"".join(content(name, layer, head) for layer in layers for name in names)
+
+    def payloads(self, index: int) -> list[bytes]:
+        """The payloads of an extent, with their padding."""
+        length_bytes = self.geometry.padded_payload_bytes
+        starts = [start for _, start in self._payload_starts(index)]
+        return [bytes(self.staging.view[start : start + length_bytes]) for start in starts]
+
+    def padded_payloads(self, names: Sequence[str]) -> list[bytes]:
+        """What `payloads` should be after a gather of blocks with these names."""
+        length_bytes = self.geometry.padded_payload_bytes
+        return [self.payload(names, head).ljust(length_bytes, b"\0") for head in self.heads]
+
+    def headers(self, index: int) -> set[bytes]:
+        starts = [start - HEADER_BYTES for _, start in self._payload_starts(index)]
+        return {bytes(self.staging.view[start : start + HEADER_BYTES]) for start in starts}
+
+    def _payload_starts(self, index: int) -> list[tuple[int, int]]:
+        first = self.addresses[index] - self.staging.address + HEADER_BYTES
+        return [(head, first + i * self.geometry.slice_bytes) for i, head in enumerate(self.heads)]
+
+
+def content(name: str, layer: int, head: int) -> bytes:
+    """64 bytes of one block, layer and head."""
+    return hashlib.blake2b(f"{name} {layer} {head}".encode(), digest_size=64).digest()
+
+
+class CopierSuite:
+    """Conformance of a `Copier`. A subclass overrides `make`."""
+
+    def make(self, regions: Sequence[Region], geometry: PageGeometry) -> Copier:
+        """A copier over these regions, not open."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def closing(self):
+        """Closes what a test has opened."""
+        opened: list[Copier] = []
+        yield opened
+        for copier in opened:
+            copier.close()
+
+    @pytest.fixture
+    def copier_of(self, closing):
+        def open_copier(rig: Rig) -> Copier:
+            copier = self.make(rig.regions, rig.geometry)
+            copier.open()
+            closing.append(copier)
+            return copier
+
+        return open_copier
+
+    @pytest.mark.parametrize("name", NESTINGS)
+    def test_a_gather_is_in_canonical_order(self, copier_of, name):
+        rig = Rig(NESTINGS[name], range(2))
+        copier = copier_of(rig)
+        rig.write_blocks([7, 2, 5], ["a", "b", "c"])
+        job = copier.submit_gather([Piece((7, 2, 5), rig.addresses[1])])
+        assert copier.finish([job], TIMEOUT_S)
+        assert rig.payloads(1) == rig.padded_payloads(["a", "b", "c"])
+
+    @pytest.mark.parametrize("name", NESTINGS)
+    def test_a_scatter_puts_every_byte_where_a_gather_took_it(self, copier_of, name):
+        rig = Rig(NESTINGS[name], range(2))
+        copier = copier_of(rig)
+        rig.write_blocks(range(BLOCK_COUNT), ["old"] * BLOCK_COUNT)
+        rig.write_extent(0, ["a", "b", "c"])
+        job = copier.submit_scatter([Piece((3, 8, 1), rig.addresses[0])])
+        assert copier.finish([job], TIMEOUT_S)
+        written = Rig(NESTINGS[name], range(2))
+        written.write_blocks(range(BLOCK_COUNT), ["old", "c", "old", "a", *["old"] * 4, "b"])
+        assert [bytes(m.view) for m in rig.memory] == [bytes(m.view) for m in written.memory]
+
+    def test_a_skipped_block_is_left_alone(self, copier_of):
+        rig = Rig(NESTINGS["heads outside tokens"], range(2))
+        copier = copier_of(rig)
+        rig.write_blocks([0, 4], ["mine", "old"])
+        rig.write_extent(0, ["a", "b", "c"])
+        job = copier.submit_scatter([Piece((SKIP, 4, SKIP), rig.addresses[0])])
+        assert copier.finish([job], TIMEOUT_S)
+        assert rig.read_block(0) == [content("mine", layer, head) for head, layer in _grid(rig)]
+        assert rig.read_block(4) == [content("b", layer, head) for head, layer in _grid(rig)]
+
+    def test_headers_belong_to_the_page_store(self, copier_of):
+        rig = Rig(NESTINGS["opaque blocks"], range(2))
+        copier = copier_of(rig)
+        copies = [Piece((1, 2, 3), address) for address in rig.addresses[:3]]
+        copier.finish([copier.submit_gather(copies)], TIMEOUT_S)
+        copier.finish([copier.submit_scatter(copies)], TIMEOUT_S)
+        assert all(rig.headers(i) == {b"\xaa" * HEADER_BYTES} for i in range(4))
+        assert set(b"".join(rig.payloads(3))) == {0xAA}
+
+    @pytest.mark.parametrize("source", NESTINGS)
+    @pytest.mark.parametrize("target", NESTINGS)
+    def test_layouts_and_degrees_read_one_another(self, copier_of, source, target):
+        """What two ranks with a head each have gathered, one rank with both heads loads."""
+        loading = Rig(NESTINGS[target], range(2))
+        for head in range(2):
+            storing = Rig(NESTINGS[source], range(head, head + 1))
+            storing.write_blocks([6, 1, 4], ["a", "b", "c"])
+            copier = copier_of(storing)
+            job = copier.submit_gather([Piece((6, 1, 4), storing.addresses[0])])
+            assert copier.finish([job], TIMEOUT_S)
+            start = loading.addresses[0] - loading.staging.address
+            start += head * loading.geometry.slice_bytes
+            page = storing.staging.view[: storing.geometry.slice_bytes]
+            loading.staging.view[start : start + len(page)] = page
+        copier = copier_of(loading)
+        job = copier.submit_scatter([Piece((5, 6, 7), loading.addresses[0])])
+        assert copier.finish([job], TIMEOUT_S)
+        for block, name in zip((5, 6, 7), "abc", strict=True):
+            expected = [content(name, layer, head) for head, layer in _grid(loading)]
+            assert loading.read_block(block) == expected
+
+    def test_each_job_is_returned_once_also_after_a_fence(self, copier_of):
+        rig = Rig(NESTINGS["opaque blocks"], range(1), extent_count=8)
+        copier = copier_of(rig)
+        jobs = [copier.submit_gather([Piece((1, 2, 3), address)]) for address in rig.addresses]
+        assert len(set(jobs)) == 8
+        assert copier.finish(jobs[3:5], TIMEOUT_S)
+        returned = copier.poll()
+        assert set(jobs[3:5]) <= set(returned)
+        assert copier.finish(jobs, TIMEOUT_S)
+        returned += copier.poll()
+        assert sorted(returned) == jobs
+        assert copier.poll() == []
+
+    def test_a_job_that_poll_returned_is_done(self, copier_of):
+        rig = Rig(NESTINGS["opaque blocks"], range(1))
+        copier = copier_of(rig)
+        job = copier.submit_gather([Piece((1, 2, 3), rig.addresses[0])])
+        returned: list[int] = []
+        while job not in returned:
+            returned += copier.poll()
+        assert copier.finish([job], 0.0)
+
+    def test_a_fence_means_that_the_blocks_have_been_read(self, copier_of):
+        rig = Rig(NESTINGS["opaque blocks"], range(1), extent_count=8)
+        copier = copier_of(rig)
+        rig.write_blocks(range(BLOCK_COUNT), ["old"] * BLOCK_COUNT)
+        jobs = [copier.submit_gather([Piece((1, 2, 3), address)]) for address in rig.addresses]
+        assert copier.finish(jobs, TIMEOUT_S)
+        rig.write_blocks(range(BLOCK_COUNT), ["new"] * BLOCK_COUNT)
+        assert all(rig.payloads(i) == rig.padded_payloads(["old"] * 3) for i in range(8))
+
+    def test_many_pieces_are_one_job(self, copier_of):
+        rig = Rig(NESTINGS["opaque blocks"], range(2))
+        copier = copier_of(rig)
+        rig.write_blocks([1, 2, 3, 4], ["a", "b", "c", "d"])
+        pieces = [Piece((1, 2, 3), rig.addresses[0]), Piece((2, 3, 4), rig.addresses[2])]
+        job = copier.submit_gather(pieces)
+        assert copier.finish([job], TIMEOUT_S)
+        assert rig.payloads(0) == rig.padded_payloads(["a", "b", "c"])
+        assert rig.payloads(2) == rig.padded_payloads(["b", "c", "d"])
+
+    def test_close_finishes_what_was_submitted(self):
+        rig = Rig(NESTINGS["opaque blocks"], range(1))
+        copier = self.make(rig.regions, rig.geometry)
+        copier.open()
+        rig.write_blocks([1, 2, 3], ["a", "b", "c"])
+        copier.submit_gather([Piece((1, 2, 3), rig.addresses[0])])
+        copier.close()
+        copier.close()
+        assert rig.payloads(0) == rig.padded_payloads(["a", "b", "c"])
+
+    def test_a_gather_needs_all_of_its_blocks(self, copier_of):
+        rig = Rig(NESTINGS["opaque blocks"], range(1))
+        with pytest.raises(ValueError):
+            copier_of(rig).submit_gather([Piece((1, SKIP, 3), rig.addresses[0])])
+
+    def test_more_blocks_than_a_slice_holds_are_refused(self, copier_of):
+        rig = Rig(NESTINGS["opaque blocks"], range(1))
+        copier = copier_of(rig)
+        many = Piece((1,) * 40, rig.addresses[0])
+        for submit in (copier.submit_gather, copier.submit_scatter):
+            with pytest.raises(ValueError):
+                submit([many])
+
+
+def _grid(rig: Rig) -> list[tuple[int, int]]:
+    return [(head, layer) for head in rig.heads for layer in range(len(rig.regions))]
