@@ -1,6 +1,7 @@
 """Staging: a slot that is out twice is two requests' bytes in one place."""
 
 import ctypes
+from itertools import pairwise
 
 import pytest
 from hypothesis import settings
@@ -27,7 +28,7 @@ def test_slots_are_page_aligned_and_apart(staging):
     slots = sorted(take_all(staging.take_for_load))
     assert len(slots) == staging.slot_count == 8
     assert all(slot % 4096 == 0 for slot in slots)
-    assert all(b - a == staging.slot_bytes for a, b in zip(slots, slots[1:], strict=False))
+    assert all(b - a == staging.slot_bytes for a, b in pairwise(slots))
     assert slots[0] == staging.address
 
 
@@ -66,7 +67,7 @@ def test_a_slot_is_given_back_once(staging):
 
 
 def test_too_little_memory_says_how_much_is_needed():
-    with pytest.raises(ConfigError, match="staging_bytes.*at least 8192"):
+    with pytest.raises(ConfigError, match=r"staging_bytes.*at least 8192"):
         Staging(4096, 4096)
 
 

@@ -12,6 +12,7 @@ from kvferry.testing.staging import Buffer
 
 BLOCK_COUNT = 9
 CHUNK_BLOCKS = 3
+GUARD_BYTES = 4096  # around each layer's cache, never to be written
 TIMEOUT_S = 20.0
 
 
@@ -47,7 +48,7 @@ class Rig:
         extent_bytes = len(heads) * self.geometry.slice_bytes
         self.memory = [self._memory(nesting) for _ in range(layer_count)]
         self.regions = [
-            self._region(nesting, f"layer.{layer}", memory.address)
+            self._region(nesting, f"layer.{layer}", memory.address + GUARD_BYTES)
             for layer, memory in enumerate(self.memory)
         ]
         self.staging = Buffer(extent_count * extent_bytes)
@@ -61,7 +62,7 @@ class Rig:
     def _memory(self, nesting: Nesting) -> Buffer:
         token_bytes = nesting.content_bytes + nesting.gap_bytes
         blocks, heads, tokens = self._counts(nesting).values()
-        return Buffer(blocks * heads * tokens * token_bytes)
+        return Buffer(blocks * heads * tokens * token_bytes + 2 * GUARD_BYTES)
 
     def _region(self, nesting: Nesting, layer: str, address: int) -> Region:
         strides, stride_bytes = {}, nesting.content_bytes + nesting.gap_bytes
@@ -103,7 +104,7 @@ class Rig:
                     rest = rest[len(part) :]
 
     def _parts(self, layer: int, head: int, block: int) -> list[memoryview]:
-        region, view = self.regions[layer], self.memory[layer].view
+        region, view = self.regions[layer], self.memory[layer].view[GUARD_BYTES:]
         first = block * region.kernel_blocks
         return [
             view[start : start + region.content_bytes]
@@ -137,6 +138,10 @@ class Rig:
         """What `payloads` should be after a gather of blocks with these names."""
         length_bytes = self.geometry.padded_payload_bytes
         return [self.payload(names, head).ljust(length_bytes, b"\0") for head in self.heads]
+
+    def are_guards_intact(self) -> bool:
+        guards = (m.view[start:][:GUARD_BYTES] for m in self.memory for start in (0, -GUARD_BYTES))
+        return all(bytes(guard) == bytes(GUARD_BYTES) for guard in guards)
 
     def headers(self, index: int) -> set[bytes]:
         starts = [start - HEADER_BYTES for _, start in self._payload_starts(index)]
@@ -207,6 +212,7 @@ class CopierSuite:
         assert copier.finish([job], TIMEOUT_S)
         assert rig.read_block(0) == [content("mine", layer, head) for head, layer in _grid(rig)]
         assert rig.read_block(4) == [content("b", layer, head) for head, layer in _grid(rig)]
+        assert rig.are_guards_intact()
 
     def test_headers_belong_to_the_page_store(self, copier_of):
         rig = Rig(NESTINGS["opaque blocks"], range(2))
