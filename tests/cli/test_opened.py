@@ -8,9 +8,11 @@ pytest.importorskip("kvferry._native", reason="posix pages need the native exten
 
 from kvferry.catalog.lmdb import LmdbCatalog
 from kvferry.cli import check, status
+from kvferry.cli.finding import State
 from kvferry.cli.opened import open_store
 from kvferry.cli.options import store_config
 from kvferry.cli.resize import resize
+from kvferry.cli.store_checks import check_store
 from kvferry.clock import SystemClock
 from kvferry.config import split_url
 from kvferry.errors import ConfigError, IncompatibleError, UnavailableError
@@ -89,3 +91,22 @@ def test_resize_can_be_forced(root):
     StoreOwnership(root, "ab" * 16, SystemClock()).acquire(1.0)
     resize(str(root), "32MiB", force=True)
     assert read_superblock(root).capacity_bytes == 32 << 20
+
+
+def test_doctor_opens_what_is_there(root, catalog):
+    found = {finding.check: finding for finding in check_store(store_config(str(root)))}
+    assert found["opens"].state is State.PASSED
+    assert "0 pages" in found["opens"].detail
+
+
+def test_doctor_says_why_a_catalog_cannot_be_opened(root, catalog):
+    config = store_config(str(root))
+    superblock = read_superblock(root)
+    catalog.close()
+    folder = Path(split_url(config.catalog_url(bytes.fromhex(superblock.store_id))).path)
+    other = LmdbCatalog(folder, SystemClock())
+    other.open(b"another store...", CAPACITY_BYTES, superblock.segment_bytes)
+    found = {finding.check: finding for finding in check_store(config)}
+    other.close()
+    assert found["opens"].state is State.FAILED
+    assert "in use for another store" in found["opens"].detail

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from kvferry.cli import mounts
 from kvferry.cli.finding import Finding, failed, passed, warning
+from kvferry.cli.opened import open_store
 from kvferry.cli.output import size_text
 from kvferry.config import Config, split_url
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, Error
 from kvferry.pages.segments import Superblock, read_superblock
 
 PROBE_BYTES = 4096
@@ -38,6 +39,8 @@ def check_store(config: Config) -> Iterator[Finding]:
     yield _check_file_system(folder)
     yield from check_rights(folder, config.direct_io)
     yield _check_catalog_folder(config, superblock)
+    if superblock is not None:
+        yield _check_opens(config)
 
 
 def nearest_folder(root: Path) -> Path:
@@ -135,3 +138,15 @@ def _check_catalog_folder(config: Config, superblock: Superblock | None) -> Find
         cure = f"give user {os.geteuid()} the folder, or name another one with catalog"
         return failed("catalog", f"{folder} cannot be written", cure)
     return passed("catalog", f"{path if superblock else folder} ({kind})")
+
+
+def _check_opens(config: Config) -> Finding:
+    """As `kvferry status` would, beside the engines that use them."""
+    try:
+        with open_store(config) as store:
+            if store.catalog is None:
+                return passed("opens", "the store; no catalog on this host yet")
+            page_count = sum(space.page_count for space in store.catalog.stats().spaces)
+            return passed("opens", f"store and catalog, {page_count} pages")
+    except Error as error:
+        return failed("opens", error.message, "mend this before the engine starts")
