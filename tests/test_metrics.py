@@ -58,9 +58,20 @@ def test_drains_give_each_event_exactly_once():
     second = metrics.drain()
     assert first[LOOKUPS] == {"hit": 1}
     assert second[LOOKUPS] == {"miss": 1}
-    assert second["kvferry_pages"] == {"": 7}
     assert merge([first, second]) == metrics.snapshot()
-    assert metrics.drain() == {"kvferry_pages": {"": 7}}
+    assert metrics.value(LOOKUPS, outcome="hit") == 1
+    assert metrics.drain() == {}
+
+
+def test_a_gauge_is_drained_when_it_moves():
+    metrics = Metrics()
+    drained = []
+    for page_count in (7, 7, 3):
+        metrics.set("kvferry_pages", page_count)
+        drained.append(metrics.drain())
+    assert drained == [{"kvferry_pages": {"": 7}}, {}, {"kvferry_pages": {"": 3}}]
+    assert metrics.snapshot() == {"kvferry_pages": {"": 3}}
+    assert metrics.value("kvferry_pages") == 3
 
 
 def test_snapshots_survive_json_and_merge_over_ranks():

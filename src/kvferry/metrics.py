@@ -33,48 +33,56 @@ class Metrics:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._values: Snapshot = {}
         self._drained: Snapshot = {}
+        self._pending: Snapshot = {}
+        self._gauges: dict[str, float] = {}
 
     def count(self, name: str, value: float = 1, **labels: str) -> None:
         """Adds to a counter."""
         key = _metric(name, Kind.COUNTER).label_key(labels)
         with self._lock:
-            values = self._values.setdefault(name, {})
+            values = self._pending.setdefault(name, {})
             values[key] = values.get(key, 0) + value
 
     def set(self, name: str, value: float) -> None:
         """Sets a gauge."""
         _metric(name, Kind.GAUGE)
         with self._lock:
-            self._values[name] = {"": value}
+            if self._gauges.get(name) != value:
+                self._gauges[name] = value
+                self._pending[name] = {"": value}
 
     def observe(self, name: str, value: float, **labels: str) -> None:
         """Adds one observation to a histogram."""
         key = _metric(name, Kind.HISTOGRAM).label_key(labels)
         with self._lock:
-            buckets = self._values.setdefault(name, {}).setdefault(key, _no_buckets())
+            buckets = self._pending.setdefault(name, {}).setdefault(key, _no_buckets())
             bucket = buckets[bisect_left(SECONDS_BUCKETS, value)]
             bucket[0] += 1
             bucket[1] += value
 
     def value(self, name: str, **labels: str) -> float:
-        """A counter's or gauge's value, 0 if it never moved."""
+        """A counter's or gauge's value since the start, 0 if it never moved."""
         key = METRICS[name].label_key(labels)
         with self._lock:
-            return self._values.get(name, {}).get(key, 0)
+            if name in self._gauges:
+                return self._gauges[name]
+            return sum(part.get(name, {}).get(key, 0) for part in (self._drained, self._pending))
 
     def snapshot(self) -> Snapshot:
         """A copy of everything since the start."""
         with self._lock:
-            return _copy(self._values)
+            gauges = {name: {"": value} for name, value in self._gauges.items()}
+            return merge([self._drained, self._pending]) | gauges
 
     def drain(self) -> Snapshot:
-        """What was counted since the last drain, and all gauges. One caller only."""
-        now = self.snapshot()
-        changes = {name: _changes(name, now[name], self._drained.get(name, {})) for name in now}
-        self._drained = now
-        return {name: values for name, values in changes.items() if values}
+        """What was counted since the last drain, and the gauges that moved. Costs only what moved;
+        empty if nothing did."""
+        with self._lock:
+            moved, self._pending = self._pending, {}
+            if moved:
+                self._drained = merge([self._drained, moved])
+            return moved
 
 
 def merge(snapshots: Iterable[Snapshot]) -> Snapshot:
@@ -158,10 +166,6 @@ def _no_buckets() -> list[list[float]]:
     return [[0, 0.0] for _ in range(len(SECONDS_BUCKETS) + 1)]
 
 
-def _copy(snapshot: Snapshot) -> Snapshot:
-    return {name: _copy_values(values) for name, values in snapshot.items()}
-
-
 def _copy_values(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: [list(bucket) for bucket in value] if isinstance(value, list) else value
@@ -176,19 +180,3 @@ def _sum(name: str, a: Any, b: Any) -> Any:
     if kind is Kind.COUNTER:
         return a + b
     return [[x + y for x, y in zip(p, q, strict=True)] for p, q in zip(a, b, strict=True)]
-
-
-def _changes(name: str, now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    kind = METRICS[name].kind
-    if kind is Kind.GAUGE:
-        return dict(now)
-    changed = {key: value for key, value in now.items() if value != before.get(key)}
-    if kind is Kind.COUNTER:
-        return {key: value - before.get(key, 0) for key, value in changed.items()}
-    return {
-        key: [
-            [x - y for x, y in zip(p, q, strict=True)]
-            for p, q in zip(value, before.get(key, _no_buckets()), strict=True)
-        ]
-        for key, value in changed.items()
-    }

@@ -93,6 +93,15 @@ def test_vllm_versions(versions, state):
     assert machine_checks.check_vllm(versions).state is state
 
 
+def test_the_range_of_versions_is_the_plugins():
+    """Said twice, since asking the plugin would load vLLM."""
+    source = Path(machine_checks.__file__).parent.parent / "vllm_plugin/versions.py"
+    text = source.read_text()
+    assert f"\nFIRST = {machine_checks.VLLM_MIN}\n" in text
+    assert f"\nLAST = {machine_checks.VLLM_MAX}\n" in text
+    assert f"\nSEVERAL_GROUPS_FIRST = {machine_checks.VLLM_MANY_GROUPS_MIN}\n" in text
+
+
 def test_a_plugin_that_vllm_is_told_not_to_load_is_found(monkeypatch):
     monkeypatch.setattr(machine_checks.importlib.metadata, "entry_points", lambda **_: ["kvferry"])
     assert machine_checks.check_plugin().state is State.PASSED

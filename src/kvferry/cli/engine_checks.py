@@ -9,8 +9,8 @@ import msgspec
 from kvferry import config
 from kvferry.cli.finding import Finding, failed, passed
 from kvferry.errors import ConfigError
+from kvferry.vllm_plugin import CONNECTOR
 
-CONNECTOR = "FerryStoreConnector"
 CHECK = "--kv-transfer-config"
 
 
