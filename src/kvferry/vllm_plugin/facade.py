@@ -52,7 +52,7 @@ class Edge:
     def _attempt(self, work: Callable[..., T], arguments: tuple, otherwise: T) -> T:
         try:
             return work(*arguments)
-        except Exception as error:
+        except Exception as error:  # whatever it is, vLLM would die of it
             log.exception("an error of kvferry's own")
             self._metrics.count("kvferry_internal_errors_total", where="facade")
             self.stand_aside(f"{type(error).__name__}: {error}")
