@@ -30,6 +30,7 @@ Every call is atomic, idempotent where it says so, bounded in work, and may come
 or process; a call may take long or raise UnavailableError, so only a runner thread calls it.
 """
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -47,6 +48,12 @@ AGE_STEP_S = 60.0
 """Granularity of ages."""
 SPACE_IDLE_S = 86_400.0
 """After this time without a segment a namespace is forgotten."""
+ATTACH_STEP_S = 3600.0
+"""Granularity of the moment of the last `attach`."""
+
+
+PACKED_HIT = struct.Struct("<II16s")
+"""Segment, slot, generation: a `Hit` in `lookup_packed`. All zeros: a miss."""
 
 
 class Hit(NamedTuple):
@@ -160,11 +167,14 @@ class Catalog(Protocol):
     def close(self) -> None: ...
 
     def attach(self, space: Space) -> None:
-        """Makes a namespace known. Idempotent; IncompatibleError if it is known with other sizes
-        (the first description stays)."""
+        """Makes a namespace known. Idempotent, and cheap where it is known. IncompatibleError if
+        it is known with other sizes (the first description stays)."""
 
     def lookup(self, namespace: bytes, keys: Sequence[bytes]) -> list[Hit | None]:
         """One answer per key. Changes nothing but counters."""
+
+    def lookup_packed(self, namespace: bytes, keys: Sequence[bytes]) -> bytes:
+        """The same as one `PACKED_HIT` per key: for many keys, without an object for each."""
 
     def reserve(self, namespace: bytes, count: int, lease_s: float) -> list[Slot]:
         """Up to `count` slots; fewer where free slots are fewer. Never grows, never evicts."""

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 from kvferry.catalog.base import (
     GRACE_S,
+    PACKED_HIT,
     CatalogStats,
     Commit,
     Hit,
@@ -69,6 +70,11 @@ class MemoryCatalog:
     def lookup(self, namespace: bytes, keys: Sequence[bytes]) -> list[Hit | None]:
         with self._use() as book:
             return book.lookup(namespace, keys)
+
+    def lookup_packed(self, namespace: bytes, keys: Sequence[bytes]) -> bytes:
+        miss = bytes(PACKED_HIT.size)
+        hits = self.lookup(namespace, keys)
+        return b"".join(PACKED_HIT.pack(*h.address, h.generation) if h else miss for h in hits)
 
     def reserve(self, namespace: bytes, count: int, lease_s: float) -> list[Slot]:
         with self._use() as book:

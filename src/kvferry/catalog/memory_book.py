@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from kvferry.catalog.base import (
     AGE_STEP_S,
+    ATTACH_STEP_S,
     CREATION_S,
     SPACE_IDLE_S,
     CatalogStats,
@@ -91,7 +92,9 @@ class MemoryBook:
 
     def attach(self, space: Space) -> None:
         check_space(self._spaces.setdefault(space.namespace, space), space)
-        self._attached_s[space.namespace] = self._clock.now_s()
+        now_s = self._clock.now_s()
+        if now_s >= self._attached_s.setdefault(space.namespace, now_s) + ATTACH_STEP_S:
+            self._attached_s[space.namespace] = now_s
 
     def lookup(self, namespace: bytes, keys: Sequence[bytes]) -> list[Hit | None]:
         pages = [self._pages.get((namespace, key)) for key in keys]

@@ -1,0 +1,489 @@
+"""The rules of the catalog over the tables of LMDB, inside one transaction.
+
+What `memory_book` finds by looking at all is kept here as an index (`cold`, `free`, `timers`) or a
+figure (those of `SegmentHeat`). A verb does what `base.Catalog` says of the verb of that name.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import repeat
+from operator import add
+
+from kvferry.catalog.base import (
+    AGE_STEP_S,
+    ATTACH_STEP_S,
+    CREATION_S,
+    SPACE_IDLE_S,
+    CatalogStats,
+    Commit,
+    Page,
+    Slot,
+    Space,
+    Swept,
+    Verdict,
+    check_slices,
+    check_space,
+    unknown_namespace,
+)
+from kvferry.catalog.lmdb_environment import Tables
+from kvferry.catalog.lmdb_records import (
+    ABSENT_PAGE,
+    GRACE,
+    LEASE,
+    META_KEY,
+    NO_KEY,
+    Meta,
+    PageRow,
+    ReservedRow,
+    SpaceRow,
+    Timer,
+    address_key,
+    cold_key,
+    free_key,
+    number_key,
+    pack_published,
+    pack_segment,
+    packed_hit,
+    page_suffix,
+    unpack_cold,
+    unpack_free,
+    unpack_number,
+    unpack_published,
+    unpack_segment,
+)
+from kvferry.catalog.snapshot import SegmentState
+from kvferry.catalog.sweeping import SegmentHeat, make_room, space_stats
+from kvferry.errors import ExhaustedError
+from kvferry.layout import Address
+
+
+class LmdbBook:
+    """The accounting of one store in one transaction. `flush` writes what verbs have kept back.
+
+    `host_now_s`: the host's time. `mint`: gives that many random bytes.
+    """
+
+    def __init__(
+        self,
+        tables: Tables,
+        host_now_s: float,
+        grace_s: float,
+        mint: Callable[[int], bytes],
+    ):
+        self._tables = tables
+        self._grace_s = grace_s
+        self._mint = mint
+        self._meta = Meta.unpack(tables.meta.get(META_KEY))
+        self._now_s = max(self._meta.last_s, host_now_s + self._meta.offset_s)
+        self._age = int(self._now_s // AGE_STEP_S)
+        self._spaces: dict[bytes, SpaceRow | None] = {}
+        self._segments: dict[int, SegmentHeat | None] = {}
+        self._packed: dict[int, bytes | None] = {}  # the same, as they were
+        self._heats: list[SegmentHeat] | None = None
+        self._published_count = 0
+        self._duplicate_count = 0
+        self._expired_count = 0
+        self._evicted_count = 0
+
+    def flush(self, lookup_count: int, hit_count: int) -> None:
+        """Writes counters, the time, and the figures of the segments that were touched."""
+        for number, heat in self._segments.items():
+            if heat is not None and (packed := pack_segment(heat)) != self._packed.get(number):
+                self._tables.segments.put(number_key(number), packed)
+        meta = self._meta
+        self._tables.meta.put(
+            META_KEY,
+            meta._replace(
+                last_s=self._now_s,
+                lookup_count=meta.lookup_count + lookup_count,
+                hit_count=meta.hit_count + hit_count,
+                published_count=meta.published_count + self._published_count,
+                duplicate_count=meta.duplicate_count + self._duplicate_count,
+                expired_count=meta.expired_count + self._expired_count,
+                evicted_count=meta.evicted_count + self._evicted_count,
+            ).pack(),
+        )
+
+    # Rows.
+
+    def _space(self, namespace: bytes) -> SpaceRow | None:
+        if namespace not in self._spaces:
+            packed = self._tables.spaces.get(namespace)
+            self._spaces[namespace] = packed and SpaceRow.unpack(namespace, packed)
+        return self._spaces[namespace]
+
+    def _known_space(self, namespace: bytes) -> SpaceRow:
+        row = self._space(namespace)
+        if row is None:
+            raise unknown_namespace(namespace)
+        return row
+
+    def _segment(self, number: int) -> SegmentHeat | None:
+        if number not in self._segments:
+            packed = self._packed[number] = self._tables.segments.get(number_key(number))
+            self._segments[number] = packed and unpack_segment(number, packed)
+        return self._segments[number]
+
+    def _page(self, namespace: bytes, key: bytes) -> PageRow | None:
+        space = self._space(namespace)
+        packed = space and self._tables.pages.get(key + page_suffix(space.number))
+        return packed and PageRow.unpack(packed)
+
+    def _reserved(self, address: Address) -> ReservedRow | None:
+        packed = self._tables.slots.get(address_key(address))
+        return packed and ReservedRow.unpack(packed)
+
+    # Namespaces and pages.
+
+    def is_attached(self, space: Space) -> bool:
+        """True if `attach` would change nothing."""
+        row = self._space(space.namespace)
+        if row is None:
+            return False
+        check_space(row.space, space)
+        return self._now_s < row.attached_s + ATTACH_STEP_S
+
+    def attach(self, space: Space) -> None:
+        if self.is_attached(space):
+            return
+        row = self._space(space.namespace)
+        if row is None:
+            row = SpaceRow(self._meta.next_space, space, self._now_s)
+            self._meta = self._meta._replace(next_space=row.number + 1)
+        row = row._replace(attached_s=self._now_s)
+        self._spaces[space.namespace] = row
+        self._tables.spaces.put(space.namespace, row.pack())
+
+    def lookup(self, namespace: bytes, keys: Sequence[bytes]) -> list[bytes]:
+        """A `PACKED_HIT` for each key. Only C code runs for each: iterators inside each other."""
+        return list(map(packed_hit, self._page_values(namespace, keys)))
+
+    def _page_values(self, namespace: bytes, keys: Sequence[bytes]) -> Iterator[bytes]:
+        row = self._space(namespace)
+        if row is None:
+            return repeat(ABSENT_PAGE, len(keys))
+        row_keys = map(add, keys, repeat(page_suffix(row.number)))
+        return self._tables.page_values(row_keys, ABSENT_PAGE)
+
+    def stale(self, namespace: bytes, keys: Sequence[bytes]) -> list[bytes]:
+        """Those whose pages `touch` would change."""
+        values = self._page_values(namespace, keys)
+        return [
+            key
+            for key, value in zip(keys, values, strict=True)
+            if value != ABSENT_PAGE and PageRow.unpack(value).age < self._age
+        ]
+
+    def touch(self, namespace: bytes, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self._lift(namespace, key)
+
+    def _lift(self, namespace: bytes, key: bytes) -> None:
+        """Marks a page and its ancestors as used now."""
+        while (page := self._page(namespace, key)) and page.age < self._age:
+            space = self._space(namespace).number
+            self._tables.cold.delete(cold_key(space, page))
+            self._segment(page.segment).age_sum += self._age - page.age
+            self._write_page(space, key, page._replace(age=self._age))
+            key = page.parent
+
+    def _write_page(self, space: int, key: bytes, page: PageRow) -> None:
+        self._tables.pages.put(key + page_suffix(space), page.pack())
+        self._tables.cold.put(cold_key(space, page))
+
+    def evict(self, namespace: bytes, pages: Sequence[tuple[bytes, bytes]]) -> int:
+        before_count = self._evicted_count
+        for key, generation in pages:
+            page = self._page(namespace, key)
+            if page is not None and page.generation == generation:
+                self._remove_page(namespace, key, page)
+                self._start_grace(page.address, self._now_s + self._grace_s)
+        return self._evicted_count - before_count
+
+    def _remove_page(self, namespace: bytes, key: bytes, page: PageRow) -> None:
+        space = self._space(namespace).number
+        self._tables.pages.delete(key + page_suffix(space))
+        self._tables.cold.delete(cold_key(space, page))
+        self._tables.slots.delete(address_key(page.address))
+        heat = self._segment(page.segment)
+        heat.page_count -= 1
+        heat.age_sum -= page.age
+        self._evicted_count += 1
+
+    # Slots.
+
+    def reserve(self, namespace: bytes, count: int, lease_s: float) -> list[Slot]:
+        space = self._known_space(namespace).number
+        found = self._tables.free.scan(number_key(space), count)
+        minted = self._mint(16 * len(found))
+        lease_end_s = self._now_s + lease_s
+        slots = []
+        for index, (key, _) in enumerate(found):
+            slot = Slot(unpack_free(key), minted[16 * index : 16 * index + 16])
+            self._tables.free.delete(key)
+            row = ReservedRow(slot.generation, lease_end_s, NO_KEY, 0)
+            self._tables.slots.put(address_key(slot.address), row.pack())
+            self._tables.timers.put(Timer(lease_end_s, LEASE, *slot.address).pack())
+            self._segment(slot.address.segment).reserved_count += 1
+            slots.append(slot)
+        return slots
+
+    def commit(self, namespace: bytes, commits: Sequence[Commit]) -> list[Verdict]:
+        return [self._commit(namespace, commit) for commit in commits]
+
+    def _commit(self, namespace: bytes, commit: Commit) -> Verdict:
+        page = self._page(namespace, commit.key)
+        if page is not None and page.generation == commit.slot.generation:
+            return Verdict.PUBLISHED
+        row = self._standing(namespace, commit)
+        is_complete = row is not None and self._add_slices(namespace, row, commit)
+        if page is not None:
+            if is_complete:
+                self._end_reservation(commit.slot.address, row)
+                self._free(namespace, commit.slot.address)
+                self._duplicate_count += 1
+            return Verdict.DUPLICATE
+        if row is None:
+            return Verdict.EXPIRED
+        if not is_complete:
+            return Verdict.PARTIAL
+        self._end_reservation(commit.slot.address, row)
+        self._publish(namespace, Page(commit.key, commit.parent, commit.chunk_index, *commit.slot))
+        self._published_count += 1
+        return Verdict.PUBLISHED
+
+    def _standing(self, namespace: bytes, commit: Commit) -> ReservedRow | None:
+        """The reservation that a commit is about, if it still stands."""
+        address, generation = commit.slot
+        row = self._reserved(address)
+        if row is None or row.generation != generation or row.lease_end_s <= self._now_s:
+            return None
+        heat = self._segment(address.segment)
+        stands = (
+            row.key in (NO_KEY, commit.key)
+            and heat.namespace == namespace
+            and heat.state is SegmentState.READY
+        )
+        return row if stands else None
+
+    def _add_slices(self, namespace: bytes, row: ReservedRow, commit: Commit) -> bool:
+        """Notes what is on storage. True if that is the whole page."""
+        slice_count = self._space(namespace).space.slice_count
+        slices = row.slices
+        for index in check_slices(commit, slice_count):
+            slices |= 1 << index
+        row = row._replace(key=commit.key, slices=slices)
+        self._tables.slots.put(address_key(commit.slot.address), row.pack())
+        return slices == (1 << slice_count) - 1
+
+    def _end_reservation(self, address: Address, row: ReservedRow) -> None:
+        self._tables.slots.delete(address_key(address))
+        self._tables.timers.delete(Timer(row.lease_end_s, LEASE, *address).pack())
+        self._segment(address.segment).reserved_count -= 1
+
+    def _publish(self, namespace: bytes, page: Page) -> None:
+        row = PageRow(*page.address, page.generation, self._age, page.chunk_index, page.parent)
+        self._write_page(self._space(namespace).number, page.key, row)
+        self._tables.slots.put(address_key(page.address), pack_published(page.key))
+        heat = self._segment(page.address.segment)
+        heat.page_count += 1
+        heat.age_sum += self._age
+        self._lift(namespace, page.parent)
+
+    def abort(self, namespace: bytes, slots: Sequence[Slot]) -> None:
+        for address, generation in slots:
+            row = self._reserved(address)
+            if row is not None and row.generation == generation:
+                self._end_reservation(address, row)
+                self._start_grace(address, self._now_s + self._grace_s)
+
+    def _start_grace(self, address: Address, end_s: float) -> None:
+        self._tables.timers.put(Timer(end_s, GRACE, *address).pack())
+        self._segment(address.segment).graced_count += 1
+
+    def _free(self, namespace: bytes, address: Address) -> None:
+        self._tables.free.put(free_key(self._space(namespace).number, address))
+
+    # Segments.
+
+    def grow(self, namespace: bytes) -> int | None:
+        space = self._known_space(namespace).space
+        if not self._has_room():
+            return None
+        number = self._meta.next_segment
+        self._add_segment(number, namespace, SegmentState.CREATING, space.slot_count)
+        return number
+
+    def grown(self, segment: int) -> bool:
+        heat = self._segment(segment)
+        if heat is None or heat.state is SegmentState.EMPTIED:
+            return False
+        if heat.state is SegmentState.CREATING:
+            self._add_segment(segment, heat.namespace, SegmentState.READY, heat.slot_count)
+        return True
+
+    def shrunk(self, segment: int) -> None:
+        if self._segment(segment) is None:
+            return
+        self.empty(segment)
+        for key, _ in self._tables.slots.scan(number_key(segment)):
+            self._tables.slots.delete(key)
+        if self._segment(segment).reserved_count or self._segment(segment).graced_count:
+            for key, _ in self._tables.timers.scan():
+                if Timer.unpack(key).segment == segment:
+                    self._tables.timers.delete(key)
+        self._tables.segments.delete(number_key(segment))
+        self._segments[segment] = self._heats = None
+
+    def adopt(self, segment: int, namespace: bytes, pages: Sequence[Page]) -> int:
+        space = self._known_space(namespace).space
+        if self._segment(segment) is not None:
+            return 0
+        if not self._has_room():
+            raise ExhaustedError(
+                "catalog.capacity", "the budget does not hold this segment", segment=segment
+            )
+        self._add_segment(segment, namespace, SegmentState.READY, space.slot_count)
+        return sum(self._adopt(namespace, page, segment) for page in pages)
+
+    def _adopt(self, namespace: bytes, page: Page, segment: int) -> bool:
+        if page.address.segment != segment or self._page(namespace, page.key) is not None:
+            return False
+        if not self._tables.free.delete(free_key(self._space(namespace).number, page.address)):
+            return False
+        self._publish(namespace, page)
+        return True
+
+    def _add_segment(
+        self, number: int, namespace: bytes, state: SegmentState, slot_count: int
+    ) -> None:
+        until_s = self._now_s + CREATION_S
+        heat = SegmentHeat(number, namespace, state, until_s, slot_count, 0, 0, 0, 0)
+        self._segments[number] = heat
+        self._heats = None
+        self._tables.segments.put(number_key(number), pack_segment(heat))
+        next_segment = max(self._meta.next_segment, number + 1)
+        self._meta = self._meta._replace(next_segment=next_segment)
+        if state is SegmentState.READY:
+            for slot in range(slot_count):
+                self._free(namespace, Address(number, slot))
+
+    def _has_room(self) -> bool:
+        taken_count = self._tables.segments.count()
+        return (taken_count + 1) * self._meta.segment_bytes <= self._meta.capacity_bytes
+
+    # Sweeping.
+
+    def sweep(self, wanted: Sequence[tuple[bytes, int]] = ()) -> Swept:
+        evicted_before_count = self._evicted_count
+        expired_count = self._end_timers()
+        self._end_creations()
+        self._forget_spaces()
+        room_max = self._meta.capacity_bytes // self._meta.segment_bytes
+        make_room(self, self._now_s, room_max, wanted)
+        self._expired_count += expired_count
+        evicted_count = self._evicted_count - evicted_before_count
+        return Swept(expired_count, evicted_count, tuple(self._deletable()))
+
+    def _end_timers(self) -> int:
+        """Ends leases and grace times that are over; returns how many leases."""
+        lease_count = 0
+        while (found := self._tables.timers.first()) is not None:
+            timer = Timer.unpack(found[0])
+            if timer.moment_s > self._now_s:
+                break
+            address = Address(timer.segment, timer.slot)
+            if timer.kind == LEASE:
+                self._end_reservation(address, self._reserved(address))
+                self._start_grace(address, timer.moment_s + self._grace_s)
+                lease_count += 1
+            else:
+                self._tables.timers.delete(found[0])
+                self._end_grace(address)
+        return lease_count
+
+    def _end_grace(self, address: Address) -> None:
+        heat = self._segment(address.segment)
+        heat.graced_count -= 1
+        if heat.state is SegmentState.READY:
+            self._free(heat.namespace, address)
+
+    def _end_creations(self) -> None:
+        for heat in self.heats():
+            if heat.state is SegmentState.CREATING and heat.until_s <= self._now_s:
+                heat.state = SegmentState.EMPTIED
+                heat.until_s = self._now_s
+
+    def _forget_spaces(self) -> None:
+        in_use = {heat.namespace for heat in self.heats()}
+        for row in self._space_rows():
+            namespace = row.space.namespace
+            if namespace not in in_use and row.attached_s <= self._now_s - SPACE_IDLE_S:
+                self._tables.spaces.delete(namespace)
+                self._spaces[namespace] = None
+
+    def _deletable(self) -> Iterable[int]:
+        """Emptied segments that nobody may still write to or read from."""
+        for heat in self.heats():
+            is_unused = heat.reserved_count == heat.graced_count == 0
+            if heat.state is SegmentState.EMPTIED and heat.until_s <= self._now_s and is_unused:
+                yield heat.number
+
+    def _space_rows(self) -> list[SpaceRow]:
+        return [SpaceRow.unpack(key, value) for key, value in self._tables.spaces.scan()]
+
+    # What `sweeping` asks.
+
+    def heats(self) -> list[SegmentHeat]:
+        if self._heats is None:
+            numbers = [unpack_number(key) for key, _ in self._tables.segments.scan()]
+            self._heats = [self._segment(number) for number in numbers]
+        return self._heats
+
+    def slots_per_segment(self, namespace: bytes) -> int | None:
+        row = self._space(namespace)
+        return row and row.space.slot_count
+
+    def coldest_age(self, namespace: bytes) -> int | None:
+        found = self._coldest(namespace)
+        return found and found[0]
+
+    def evict_coldest(self, namespace: bytes) -> None:
+        _, address = self._coldest(namespace)
+        key = unpack_published(self._tables.slots.get(address_key(address)))
+        self._remove_page(namespace, key, self._page(namespace, key))
+        self._start_grace(address, self._now_s + self._grace_s)
+
+    def _coldest(self, namespace: bytes) -> tuple[int, Address] | None:
+        found = self._tables.cold.first(number_key(self._space(namespace).number))
+        return found and unpack_cold(found[0])
+
+    def empty(self, segment: int) -> None:
+        """Reserved slots stay their writers' until the leases end, but are not published."""
+        heat = self._segment(segment)
+        space = self._space(heat.namespace).number
+        for _, packed in self._tables.slots.scan(number_key(segment)):
+            if ReservedRow.unpack(packed) is None:
+                page_key = unpack_published(packed)
+                self._remove_page(heat.namespace, page_key, self._page(heat.namespace, page_key))
+        for key, _ in self._tables.free.scan(number_key(space) + number_key(segment)):
+            self._tables.free.delete(key)
+        heat.state = SegmentState.EMPTIED
+        heat.until_s = self._now_s + self._grace_s
+
+    # Figures.
+
+    def stats(self, lookup_count: int, hit_count: int) -> CatalogStats:
+        """`lookup_count`, `hit_count`: what was not flushed yet."""
+        heats, meta = self.heats(), self._meta
+        return CatalogStats(
+            capacity_bytes=meta.capacity_bytes,
+            segment_bytes=meta.segment_bytes,
+            segment_count=len(heats),
+            spaces=tuple(space_stats(row.space, heats) for row in self._space_rows()),
+            lookup_key_count=meta.lookup_count + lookup_count,
+            hit_key_count=meta.hit_count + hit_count,
+            published_count=meta.published_count,
+            duplicate_count=meta.duplicate_count,
+            expired_count=meta.expired_count,
+            evicted_count=meta.evicted_count,
+        )

@@ -1,0 +1,229 @@
+"""Records of the embedded catalog, version 1: keys and values of its tables.
+
+Keys are big-endian, so that they sort by what they say, and so are values, but for `PageRow`, which
+begins with a `PACKED_HIT`. A space is named by a number inside keys, which keeps them short.
+
+| table | key | value |
+| --- | --- | --- |
+| meta | `catalog` | `Meta` |
+| spaces | namespace | `SpaceRow` |
+| segments | number | `SegmentHeat`, less its number |
+| slots | address | `ReservedRow`, or the key of the published page |
+| free | space, address | nothing |
+| timers | moment, kind, address | nothing |
+| pages | page key, space | `PageRow` |
+| cold | space, age, 2^32-1 - chunk index, address | nothing |
+
+History: 1, first.
+"""
+
+import struct
+from operator import itemgetter
+from typing import NamedTuple
+
+from kvferry.catalog.base import PACKED_HIT, Space
+from kvferry.catalog.snapshot import SegmentState
+from kvferry.catalog.sweeping import SegmentHeat
+from kvferry.layout import Address
+
+FORMAT_VERSION = 1
+META_KEY = b"catalog"
+NO_KEY = bytes(32)
+
+TABLES = ("meta", "spaces", "segments", "slots", "free", "timers", "pages", "cold")
+
+LEASE = 1
+GRACE = 2
+
+_META = struct.Struct(">I16s16sQQ16sddIIQQQQQQ")
+_SPACE = struct.Struct(">IIQIId")
+_SEGMENT = struct.Struct(">32sBdIIIIQ")
+_RESERVED = struct.Struct(">c16sd32s")
+_PUBLISHED = struct.Struct(">c32s")
+_PAGE = struct.Struct("<II16sII32s")
+_NUMBER = struct.Struct(">I")
+_ADDRESS = struct.Struct(">II")
+_FREE = struct.Struct(">III")
+_TIMER = struct.Struct(">dBII")
+_COLD = struct.Struct(">IIIII")
+_CHUNK_MAX = 2**32 - 1
+
+ABSENT_PAGE = bytes(_PAGE.size)
+packed_hit = itemgetter(slice(PACKED_HIT.size))
+"""The `PACKED_HIT` at the start of a packed `PageRow`; zeros of zeros."""
+
+
+class Meta(NamedTuple):
+    """What the catalog says of itself. Time is `offset_s` + the host's, never below `last_s`."""
+
+    catalog_id: bytes
+    store_id: bytes
+    capacity_bytes: int
+    segment_bytes: int
+    boot_id: bytes
+    offset_s: float
+    last_s: float
+    next_segment: int = 0
+    next_space: int = 0
+    lookup_count: int = 0
+    hit_count: int = 0
+    published_count: int = 0
+    duplicate_count: int = 0
+    expired_count: int = 0
+    evicted_count: int = 0
+
+    def pack(self) -> bytes:
+        return _META.pack(FORMAT_VERSION, *self)
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> "Meta | None":
+        """None: another version's."""
+        if len(packed) != _META.size:
+            return None
+        version, *fields = _META.unpack(packed)
+        return cls(*fields) if version == FORMAT_VERSION else None
+
+
+class SpaceRow(NamedTuple):
+    """A namespace: its number and what `attach` said."""
+
+    number: int
+    space: Space
+    attached_s: float
+
+    def pack(self) -> bytes:
+        s = self.space
+        sizes = (s.slot_count, s.slot_bytes, s.slice_count, s.chunk_tokens)
+        return _SPACE.pack(self.number, *sizes, self.attached_s) + s.description.encode()
+
+    @classmethod
+    def unpack(cls, namespace: bytes, packed: bytes) -> "SpaceRow":
+        number, *sizes, attached_s = _SPACE.unpack_from(packed)
+        space = Space(namespace, *sizes, description=packed[_SPACE.size :].decode())
+        return cls(number, space, attached_s)
+
+
+class ReservedRow(NamedTuple):
+    """A reserved slot. `key`: NO_KEY before the first commit; `slices`: a bit for each."""
+
+    generation: bytes
+    lease_end_s: float
+    key: bytes
+    slices: int
+
+    def pack(self) -> bytes:
+        bits = self.slices.to_bytes((self.slices.bit_length() + 7) // 8, "big")
+        return _RESERVED.pack(b"R", self.generation, self.lease_end_s, self.key) + bits
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> "ReservedRow | None":
+        """None: the slot is published."""
+        if not packed.startswith(b"R"):
+            return None
+        _, generation, lease_end_s, key = _RESERVED.unpack_from(packed)
+        return cls(generation, lease_end_s, key, int.from_bytes(packed[_RESERVED.size :], "big"))
+
+
+class PageRow(NamedTuple):
+    """A published page."""
+
+    segment: int
+    slot: int
+    generation: bytes
+    age: int
+    chunk_index: int
+    parent: bytes
+
+    @property
+    def address(self) -> Address:
+        return Address(self.segment, self.slot)
+
+    def pack(self) -> bytes:
+        return _PAGE.pack(*self)
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> "PageRow":
+        return cls._make(_PAGE.unpack(packed))
+
+
+class Timer(NamedTuple):
+    """Something that ends by itself: a lease or a grace time."""
+
+    moment_s: float
+    kind: int
+    segment: int
+    slot: int
+
+    def pack(self) -> bytes:
+        return _TIMER.pack(*self)
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> "Timer":
+        return cls._make(_TIMER.unpack(packed))
+
+
+def pack_segment(heat: SegmentHeat) -> bytes:
+    return _SEGMENT.pack(
+        heat.namespace,
+        heat.state.value,
+        heat.until_s,
+        heat.slot_count,
+        heat.page_count,
+        heat.reserved_count,
+        heat.graced_count,
+        heat.age_sum,
+    )
+
+
+def unpack_segment(number: int, packed: bytes) -> SegmentHeat:
+    namespace, state, *figures = _SEGMENT.unpack(packed)
+    return SegmentHeat(number, namespace, SegmentState(state), *figures)
+
+
+def pack_published(key: bytes) -> bytes:
+    return _PUBLISHED.pack(b"P", key)
+
+
+def unpack_published(packed: bytes) -> bytes:
+    return _PUBLISHED.unpack(packed)[1]
+
+
+def number_key(number: int) -> bytes:
+    """Key of a segment, and prefix of its slots."""
+    return _NUMBER.pack(number)
+
+
+def unpack_number(packed: bytes) -> int:
+    return _NUMBER.unpack(packed)[0]
+
+
+def address_key(address: Address) -> bytes:
+    return _ADDRESS.pack(*address)
+
+
+def unpack_address(packed: bytes) -> Address:
+    return Address._make(_ADDRESS.unpack(packed))
+
+
+def free_key(space: int, address: Address) -> bytes:
+    return _FREE.pack(space, *address)
+
+
+def unpack_free(packed: bytes) -> Address:
+    return Address._make(_FREE.unpack(packed)[1:])
+
+
+def page_suffix(space: int) -> bytes:
+    """What follows a page's key in the key of its row."""
+    return _NUMBER.pack(space)
+
+
+def cold_key(space: int, page: PageRow) -> bytes:
+    coldness = _CHUNK_MAX - page.chunk_index
+    return _COLD.pack(space, page.age, coldness, page.segment, page.slot)
+
+
+def unpack_cold(packed: bytes) -> tuple[int, Address]:
+    """Age and address."""
+    _, age, _, segment, slot = _COLD.unpack(packed)
+    return age, Address(segment, slot)
