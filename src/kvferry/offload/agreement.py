@@ -17,7 +17,7 @@ class Agreement:
         self._rank_count = rank_count
         self._store_id = store_id
         self._identities: dict[int, Identity] = {}
-        self._private: bytes | None = None
+        self._name: bytes | None = None
         self.parts: tuple[Part, ...] = ()
 
     @property
@@ -40,9 +40,10 @@ class Agreement:
         self.parts = self._collect()
         return True
 
-    def make_private(self, salt: bytes) -> None:
-        """Gives every part a namespace that nobody else can have (`salt`: random)."""
-        self._private = salt
+    def rename(self, name: bytes) -> None:
+        """Gives every part another namespace, known to those who know `name` (32 random bytes, or
+        a name that operators have agreed on)."""
+        self._name = name
         self.parts = self._collect() if self.parts else ()
 
     def _collect(self) -> tuple[Part, ...]:
@@ -54,9 +55,9 @@ class Agreement:
         return tuple(self._named(by_place[place]) for place in sorted(by_place))
 
     def _named(self, part: Part) -> Part:
-        if self._private is None:
+        if self._name is None:
             return part
-        digest = hashlib.sha256(b"kvferry private 1\x00" + self._private + part.namespace)
+        digest = hashlib.sha256(b"kvferry renamed 1\x00" + part.namespace + self._name)
         values = {name: getattr(part, name) for name in part.__struct_fields__}
         return Part(**(values | {"namespace": digest.digest()}))
 

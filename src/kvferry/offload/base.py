@@ -46,7 +46,7 @@ class Part(msgspec.Struct, frozen=True):
 
 class Identity(msgspec.Struct, frozen=True):
     """What one rank is: sent in its first report. Parts of one stage must be equal on all its
-    ranks; `store_id` and `epoch` on all ranks."""
+    ranks; `store_id` on all ranks."""
 
     rank: int
     rank_count: int
@@ -145,23 +145,25 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's word to the scheduler side; merged over ranks by concatenation.
+    """One rank's word to the scheduler side.
 
     `failed_keys`: (namespace, key) that a load could not read or verify; they arrive no later
-    than the report that ends the request's load.
+    than the report that ends the request's load. `loaded_tokens`: of the loads that ended since
+    the last report. `loading_s`: time since then during which at least one was under way.
     """
 
     identities: tuple[Identity, ...] = ()
     failed_keys: tuple[tuple[bytes, bytes], ...] = ()
-    loaded_bytes: int = 0
-    loading_s: float = 0.0  # time during which at least one load was under way
+    loaded_tokens: int = 0
+    loading_s: float = 0.0
 
     def merge(self, other: "Report") -> "Report":
+        """Of two ranks, in one step: they load the same tokens at the same time."""
         return Report(
             self.identities + other.identities,
             self.failed_keys + other.failed_keys,
-            self.loaded_bytes + other.loaded_bytes,
-            self.loading_s + other.loading_s,
+            max(self.loaded_tokens, other.loaded_tokens),
+            max(self.loading_s, other.loading_s),
         )
 
 
@@ -208,9 +210,15 @@ class Scheduled(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """One step as the scheduler decided it."""
+    """One step as the scheduler decided it.
+
+    `scheduled`: in the order in which the scheduler took them, so that whoever shares a block
+    comes after the one who fills it. `new_blocks`: all ids that were allocated newly since the
+    last step, for whatever request and reason (also for loads of any connector, and the targets
+    of block copies), and no others: not what a prefix cache hit shares.
+    """
 
     scheduled: tuple[Scheduled, ...]
     preempted: frozenset[str]
-    new_blocks: frozenset[int]  # newly allocated ids, targets of block copies included
+    new_blocks: frozenset[int]
     tables: Callable[[str], Sequence[Sequence[int]]]  # request -> block ids by group, now

@@ -57,8 +57,7 @@ class Jobs:
         self._closers = list(closers)
         self._next_stores: tuple[Store, ...] = ()
         self._failed_keys: list[tuple[bytes, bytes]] = []
-        self._loaded_bytes = 0
-        self._loading_s = 0.0
+        self._loaded_tokens = 0
 
     def before_step(self, plan: Plan) -> None:
         """Before the step may overwrite anything. Waits for gathers of its blocks only."""
@@ -104,23 +103,23 @@ class Jobs:
     def report(self) -> Report | None:
         """What there is to say, once; None if nothing."""
         identities = (self._identity,) if self._identity else ()
-        if not (identities or self._failed_keys or self._loaded_bytes):
+        if not (identities or self._failed_keys or self._loaded_tokens):
             return None
-        report = Report(identities, tuple(self._failed_keys), self._loaded_bytes, self._loading_s)
-        self._identity = None
-        self._failed_keys, self._loaded_bytes, self._loading_s = [], 0, 0.0
+        report = Report(
+            identities, tuple(self._failed_keys), self._loaded_tokens, self._loads.take_busy_s()
+        )
+        self._identity, self._failed_keys, self._loaded_tokens = None, [], 0
         return report
 
     def is_idle(self) -> bool:
         """Nothing is under way and all staging is back."""
-        is_moving = self._loads.pending_count or self._stores.pending_count
-        return not is_moving and not self._staging.taken_count
+        return not (self._mover.pending_count or self._staging.taken_count)
 
     def close(self) -> None:
         """Lets stores finish for a short while, then lets go of everything. Idempotent."""
         if self._mover.is_running:
             give_up_s = self._clock.now_s() + DRAIN_S
-            while self._stores.pending_count and self._clock.now_s() < give_up_s:
+            while self._mover.pending_count and self._clock.now_s() < give_up_s:
                 self._clock.sleep(0.005)
         self._mover.close(DRAIN_S)
         closers, self._closers = self._closers, []
@@ -133,6 +132,7 @@ class Jobs:
         for stage, group_index, namespace in plan.parts:
             part = self._parts.get((stage, group_index))
             self._by_index.append(part and part.renamed(namespace))
+        self._stores.watch({part.copier for part in self._parts.values()})
 
     def _add_stores(self, stores: Sequence[Store]) -> None:
         for store in stores:
@@ -152,11 +152,10 @@ class Jobs:
     def _count(self, job: LoadJob) -> None:
         duration_s = self._clock.now_s() - job.started_s
         loaded = [piece for piece in job.pieces if piece.is_loaded]
-        self._loaded_bytes += sum(piece.part.extent_bytes for piece in loaded)
-        self._loading_s += duration_s
         self._metrics.observe("kvferry_load_seconds", duration_s)
         whole = "loaded" if not job.has_failed else "partial" if loaded else "failed"
         self._metrics.count("kvferry_loads_total", outcome=whole)
         if not job.has_failed:
             tokens = job.load.end_token - job.load.start_token
+            self._loaded_tokens += tokens
             self._metrics.count("kvferry_loaded_tokens_total", tokens)

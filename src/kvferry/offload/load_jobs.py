@@ -43,6 +43,7 @@ class Piecework:
     chunk: Chunk
     blocks: tuple[int, ...]
     staging_address: int = 0
+    is_closed: bool = False
     is_loaded: bool = False
 
 
@@ -88,6 +89,10 @@ class BadPage:
     generation: bytes
     is_gone: bool
 
+    @classmethod
+    def of(cls, piece: Piecework, *, is_gone: bool) -> "BadPage":
+        return cls(piece.part.namespace, piece.chunk.key, piece.chunk.generation, is_gone)
+
 
 class LoadJobs:
     """See the module. `progress` is set whenever a load ends."""
@@ -103,6 +108,8 @@ class LoadJobs:
         self._reads: dict[tuple[int, int], Piecework] = {}
         self._ended: list[LoadJob] = []
         self._bad_pages: list[BadPage] = []
+        self._busy_since_s: float | None = None
+        self._busy_s = 0.0
         self.progress = threading.Event()
 
     # Engine's thread
@@ -117,6 +124,8 @@ class LoadJobs:
                 job.pieces += self._pieces(job, part, span.chunks())
         job.open_count = len(job.pieces)
         with self._lock:
+            if self._busy_since_s is None:
+                self._busy_since_s = now_s
             self._active[load.request_id] = job
             self._queue.extend(job.pieces)
             self._end_if_done(job)
@@ -143,10 +152,19 @@ class LoadJobs:
             self.progress.clear()
         return ended, bad_pages
 
+    def take_busy_s(self) -> float:
+        """Time since the last call during which at least one load was under way."""
+        with self._lock:
+            self._add_busy()
+            busy_s, self._busy_s = self._busy_s, 0.0
+        return busy_s
+
     def void_all(self) -> None:
         """The weights have changed: every load under way fails as a whole, at once or, if it is
-        being scattered this moment, at the next `collect`."""
+        being scattered this moment, at the next `collect`. So do those that nobody collected."""
         with self._lock:
+            for job in self._ended:
+                job.is_void = True
             for job in list(self._active.values()):
                 job.is_void = True
                 job.deadline_s = 0.0
@@ -246,10 +264,7 @@ class LoadJobs:
 
     def _fail(self, piece: Piecework, outcome: Outcome) -> None:
         self._metrics.count("kvferry_load_failures_total", reason=outcome.value)
-        chunk = piece.chunk
-        self._bad_pages.append(
-            BadPage(piece.part.namespace, chunk.key, chunk.generation, outcome in BAD_PAGE)
-        )
+        self._bad_pages.append(BadPage.of(piece, is_gone=outcome in BAD_PAGE))
         self._note_failure(piece)
         self._close(piece)
 
@@ -259,20 +274,20 @@ class LoadJobs:
         failed_from[place] = min(failed_from.get(place, 1 << 60), piece.chunk.chunk_index)
 
     def _fail_open(self, job: LoadJob, reason: str) -> None:
-        """Ends a load with all that is not loaded yet as failed. Pages that were late are not
-        bad, but not offered for a while either."""
+        """Ends a load with all that is still open as failed. Pages that were late are not bad,
+        but not offered for a while either."""
         for piece in job.pieces:
-            if not piece.is_loaded:
+            if not piece.is_closed:
                 self._metrics.count("kvferry_load_failures_total", reason=reason)
                 self._note_failure(piece)
-                self._bad_pages.append(
-                    BadPage(piece.part.namespace, piece.chunk.key, piece.chunk.generation, False)
-                )
+                if reason == "late":
+                    self._bad_pages.append(BadPage.of(piece, is_gone=False))
         job.open_count = 0
         self._end_if_done(job)
 
     def _close(self, piece: Piecework) -> None:
         job = piece.load
+        piece.is_closed = True
         if not job.has_ended:
             job.open_count -= 1
             self._end_if_done(job)
@@ -282,4 +297,11 @@ class LoadJobs:
             job.has_ended = True
             del self._active[job.load.request_id]
             self._ended.append(job)
+            self._add_busy()
             self.progress.set()
+
+    def _add_busy(self) -> None:
+        now_s = self._clock.now_s()
+        if self._busy_since_s is not None:
+            self._busy_s += now_s - self._busy_since_s
+        self._busy_since_s = now_s if self._active else None

@@ -21,23 +21,31 @@ Hasher = Callable[[bytes, bytes, bytes, int, Sequence[bytes]], bytes]
 class PartAnswer:
     """What one part has of a prompt: three columns over its full chunks.
 
-    `keys`: 32 bytes each; `slots`: 24 bytes each, zeros for a miss; `runs`: where the hits lie.
+    `keys`: 32 bytes each; `slots`: 24 bytes each, zeros for a miss. `hits`: the chunks that are
+    there; `hit_by_key`: the same by their keys; `runs`: where they lie.
     """
 
     def __init__(self, keys: bytes, slots: bytes):
         self.keys = keys
         self.slots = slots
-        self.is_hit = [
+        is_hit = [
             slots[start : start + SLOT.size] != ABSENT_SLOT
             for start in range(0, len(slots), SLOT.size)
         ]
-        self.runs = runs_of(self.is_hit)
+        self.hits = frozenset(index for index, hit in enumerate(is_hit) if hit)
+        self.hit_by_key = {self.key(index): index for index in self.hits}
+        self.runs = runs_of(is_hit)
+
+    def __len__(self) -> int:
+        return len(self.keys) // DIGEST_BYTES
 
     def key(self, chunk_index: int) -> bytes:
         return self.keys[chunk_index * DIGEST_BYTES : (chunk_index + 1) * DIGEST_BYTES]
 
     def without(self, chunk_indices: Sequence[int]) -> "PartAnswer":
         """The same answer with these chunks as misses."""
+        if not chunk_indices:
+            return self
         slots = bytearray(self.slots)
         for index in chunk_indices:
             slots[index * SLOT.size : (index + 1) * SLOT.size] = ABSENT_SLOT

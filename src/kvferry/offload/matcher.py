@@ -16,6 +16,7 @@ from kvferry.offload.base import SLOT, Load, Part, Span
 from kvferry.offload.chunks import first_needed_chunk, servable_boundary, span_blocks
 from kvferry.offload.cost import CostModel
 from kvferry.offload.lookup import Hasher, Lookup, PartAnswer
+from kvferry.offload.quarantine import Quarantine
 from kvferry.offload.record import Chain, Record
 
 ASKS_MAX = 64
@@ -32,6 +33,7 @@ class Matcher:
         runner: Runner,
         hasher: Hasher,
         cost: CostModel,
+        quarantine: Quarantine,
     ):
         self._config = config
         self._clock = clock
@@ -40,14 +42,16 @@ class Matcher:
         self._runner = runner
         self._hasher = hasher
         self._cost = cost
+        self._quarantine = quarantine
         self._parts: tuple[Part, ...] = ()
-        self._failed: dict[bytes, float] = {}  # key: not offered again until
+        self._waits_for_ranks = True
 
     def use(self, parts: tuple[Part, ...]) -> None:
         self._parts = parts
 
-    def quarantine(self, key: bytes) -> None:
-        self._failed[key] = self._clock.now_s() + self._config.failed_key_ttl_s
+    def stop_waiting(self) -> None:
+        """The ranks will not agree: no request waits for that."""
+        self._waits_for_ranks = False
 
     def ask(self, record: Record) -> None:
         """Starts a lookup; the request waits for it until its deadline."""
@@ -59,14 +63,14 @@ class Matcher:
 
     def match(self, record: Record, computed_tokens: int, total_tokens: int) -> int | None:
         """Tokens beyond `computed_tokens` that can be loaded; None: ask again in the next step."""
-        record.local_tokens = computed_tokens
-        if not record.request.is_readable:
+        record.local_tokens, record.loaded_end = computed_tokens, 0
+        if not (record.request.is_cacheable and record.request.is_readable):
             return 0
         if not self._is_answered(record):
             return None
         if record.answer is None:
             return 0
-        answers = self._trusted(record.answer)
+        answers = self._trusted(record)
         limit = total_tokens if len(self._parts) == 1 else total_tokens - 1
         runs = [answer.runs for answer in answers]
         boundary = servable_boundary(self._parts, runs, computed_tokens, limit)
@@ -79,14 +83,20 @@ class Matcher:
         if record.answer is not None:
             if now_s - record.answered_s < self._config.grace_s:
                 return True
-            record.ticket = None
+            record.answer = record.ticket = None
+        if not self._parts:
+            return self._need_not_wait_for_ranks(record, now_s)
         if record.ticket is None:
-            if not self._parts:
-                return now_s >= record.deadline_s
             if record.asked_count >= ASKS_MAX:
                 return True
             self.ask(record)
         return self._settle(record, now_s)
+
+    def _need_not_wait_for_ranks(self, record: Record, now_s: float) -> bool:
+        """They agree in the first steps; if they do not, one deadline of waiting is enough."""
+        if now_s >= record.deadline_s:
+            self._waits_for_ranks = False
+        return not self._waits_for_ranks
 
     def _settle(self, record: Record, now_s: float) -> bool:
         state = record.ticket.state(now_s)
@@ -94,8 +104,9 @@ class Matcher:
             return False
         if state is TicketState.DONE:
             if record.answer is None:
-                record.answer = record.ticket.value
+                record.answer, record.answer_version = record.ticket.value, -1
                 record.answered_s = now_s
+                self._trusted(record)
                 self.adopt_keys(record)
                 self._touch(record.answer)
                 self._count(record)
@@ -112,38 +123,37 @@ class Matcher:
         if not record.chains:
             record.chains = [Chain(keys=keys) for keys in record.lookup.keys]
         for chain, answer in zip(record.chains, record.answer or (), strict=False):
-            hits = (i for i, is_hit in enumerate(answer.is_hit) if is_hit)
-            chain.present.update(i for i in hits if answer.key(i) not in self._failed)
+            chain.present |= answer.hits
+            if chain.next_store < len(answer):
+                chain.next_store += answer.runs.ahead[chain.next_store]
 
-    def _trusted(self, answers: tuple[PartAnswer, ...]) -> tuple[PartAnswer, ...]:
-        """The answers without keys that failed a short while ago."""
-        now_s = self._clock.now_s()
-        self._failed = {key: until for key, until in self._failed.items() if until > now_s}
-        if not self._failed:
-            return answers
-        return tuple(
-            answer.without([i for i in range(len(answer.is_hit)) if answer.key(i) in self._failed])
-            for answer in answers
-        )
+    def _trusted(self, record: Record) -> tuple[PartAnswer, ...]:
+        """The answer without keys that failed a short while ago."""
+        if record.answer_version != self._quarantine.version:
+            record.answer_version = self._quarantine.version
+            record.answer = tuple(
+                answer.without(self._quarantine.among(answer.hit_by_key))
+                for answer in record.answer
+            )
+        return record.answer
 
     def _is_worth_it(self, token_count: int) -> bool:
         if token_count < self._config.load_tokens_min:
             self._metrics.count("kvferry_loads_declined_total", reason="short")
             return False
-        if not self._cost.pays(self._parts, token_count):
+        if not self._cost.pays():
             self._metrics.count("kvferry_loads_declined_total", reason="cost")
             return False
         return True
 
     def _touch(self, answers: tuple[PartAnswer, ...]) -> None:
         for part, answer in zip(self._parts, answers, strict=True):
-            if any(answer.is_hit):
+            if answer.hits:
                 self._runner.submit(self._toucher(part, answer), self._config.store_deadline_s)
 
     def _toucher(self, part: Part, answer: PartAnswer) -> Callable[[], None]:
         def touch() -> None:
-            keys = [answer.key(i) for i, is_hit in enumerate(answer.is_hit) if is_hit]
-            self._catalog.touch(part.namespace, keys)
+            self._catalog.touch(part.namespace, list(answer.hit_by_key))
 
         return touch
 
@@ -153,7 +163,7 @@ class Matcher:
         part, answer = self._parts[0], record.answer[0]
         hit_count = answer.runs.ahead[0] if answer.runs.ahead else 0
         self._metrics.count("kvferry_lookups_total", outcome="hit" if hit_count else "miss")
-        self._metrics.count("kvferry_lookup_tokens_total", len(answer.is_hit) * part.chunk_tokens)
+        self._metrics.count("kvferry_lookup_tokens_total", len(answer) * part.chunk_tokens)
         self._metrics.count("kvferry_hit_tokens_total", hit_count * part.chunk_tokens)
 
     def load(self, record: Record, tables: list[list[int]], external_tokens: int) -> Load:

@@ -11,13 +11,11 @@ import logging
 import threading
 
 from kvferry.catalog.base import Catalog
-from kvferry.catalog.runner import Runner, TicketState
+from kvferry.catalog.runner import Runner, Ticket, TicketState
 from kvferry.clock import Clock
 from kvferry.config import Config
-from kvferry.errors import Error
 from kvferry.metrics import Metrics
 from kvferry.offload.load_jobs import LoadJobs
-from kvferry.offload.ranks import RankPart
 from kvferry.offload.store_jobs import StoreJob, StoreJobs, commit_of
 from kvferry.pages.base import PageStore
 
@@ -50,6 +48,7 @@ class Mover:
         self._runner = runner
         self._loads = loads
         self._stores = stores
+        self._commits: list[tuple[Ticket, list[StoreJob]]] = []
         self._wake = threading.Event()
         self._must_stop = False
         self._thread: threading.Thread | None = None
@@ -62,6 +61,12 @@ class Mover:
     @property
     def is_running(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def pending_count(self) -> int:
+        """Loads, reads and stores that have not ended, commits included. Any thread."""
+        under_way = self._loads.pending_count + self._stores.pending_count
+        return under_way + sum(len(jobs) for _, jobs in self._commits)
 
     def wake(self) -> None:
         """There is something new. Any thread."""
@@ -83,6 +88,7 @@ class Mover:
         if reads:
             self._loads.read(reads)
         self._commit()
+        self._settle_commits()
         return moved or bool(results)
 
     def _run(self) -> None:
@@ -99,7 +105,7 @@ class Mover:
 
     def _wait(self) -> bool:
         """Waits for bytes that are out. False if there are none."""
-        if not (self._loads.pending_count or self._stores.pending_count):
+        if not self.pending_count:
             return False
         if not self._wake.is_set():
             self.step(BUSY_WAIT_S)
@@ -112,25 +118,26 @@ class Mover:
         self.has_failed = True
         self._stores.drop_all("closing")
         self._loads.void_all()
+        self._commits = []
 
     def _commit(self) -> None:
         for part, jobs in self._stores.take_commits().items():
-            work = functools.partial(self._tell_catalog, part, jobs)
+            commits = [commit_of(job) for job in jobs]
+            work = functools.partial(self._catalog.commit, part.namespace, commits)
             ticket = self._runner.submit(work, self._config.store_deadline_s)
-            if ticket.state(self._clock.now_s()) is TicketState.REFUSED:
-                for job in jobs:
-                    self._stores.committed(job, None)
+            self._commits.append((ticket, jobs))
 
-    def _tell_catalog(self, part: RankPart, jobs: list[StoreJob]) -> None:
-        """On the runner's thread."""
-        try:
-            verdicts = self._catalog.commit(part.namespace, [commit_of(job) for job in jobs])
-        except (Error, OSError):
-            for job in jobs:
-                self._stores.committed(job, None)
-            raise
-        for job, verdict in zip(jobs, verdicts, strict=True):
-            self._stores.committed(job, verdict)
+    def _settle_commits(self) -> None:
+        now_s, waiting = self._clock.now_s(), []
+        for ticket, jobs in self._commits:
+            state = ticket.state(now_s)
+            if state is TicketState.PENDING:
+                waiting.append((ticket, jobs))
+                continue
+            verdicts = ticket.value if state is TicketState.DONE else [None] * len(jobs)
+            for job, verdict in zip(jobs, verdicts, strict=True):
+                self._stores.committed(job, verdict)
+        self._commits = waiting
 
     def evict(self, namespace: bytes, pages: list[tuple[bytes, bytes]]) -> None:
         """Takes pages that turned out bad out of the catalog, when the runner gets to it."""

@@ -28,6 +28,8 @@ from kvferry.offload.base import Load, Part, Plan, Report, Request, Scheduled, S
 from kvferry.offload.cost import CostModel
 from kvferry.offload.lookup import Hasher
 from kvferry.offload.matcher import Matcher
+from kvferry.offload.origin import Origins
+from kvferry.offload.quarantine import Quarantine
 from kvferry.offload.record import Record
 from kvferry.offload.room import Demand, Room
 from kvferry.offload.store_planner import StorePlanner
@@ -36,6 +38,7 @@ from kvferry.pages.base import PageStore, StoreFacts
 log = logging.getLogger(__name__)
 
 RESERVED_AHEAD_MAX = 4096
+NEVER_TOKENS = 1 << 62
 REFILL_PAUSE_S = 0.25
 """After a reservation that got fewer slots than it asked for."""
 
@@ -74,8 +77,13 @@ class Planner:
         self._runner = runner
         self._agreement = Agreement(rank_count, facts.store_id)
         self._cost = CostModel(config.cost_model)
-        self._matcher = Matcher(config, clock, metrics, catalog, runner, hasher, self._cost)
-        self._stores = StorePlanner(hasher, metrics, config.store_deadline_s)
+        self._quarantine = Quarantine(clock, config.failed_key_ttl_s)
+        self._matcher = Matcher(
+            config, clock, metrics, catalog, runner, hasher, self._cost, self._quarantine
+        )
+        self._stores = StorePlanner(hasher, metrics, self._quarantine, config.store_deadline_s)
+        self._origins = Origins()
+        self._weights_name = config.weights_id
         self._records: dict[str, Record] = {}
         self._may_reserve = may_reserve
         self._closers = list(closers)
@@ -86,6 +94,7 @@ class Planner:
         self._refill_after_s = 0.0
         self._loads: list[Load] = []
         self._load_blocks: set[int] = set()
+        self._admitted: dict[str, Sequence[Sequence[int]]] = {}
         self._late_stores: list[Store] = []
         self._must_drop = False
         self._last_step: tuple[float, int] | None = None
@@ -93,13 +102,13 @@ class Planner:
     # What the engine tells
 
     def on_new_request(self, request: Request) -> None:
-        if not request.is_cacheable:
-            self._metrics.count("kvferry_lookups_total", outcome="skipped")
-            return
         deadline_s = self._clock.now_s() + self._config.lookup_deadline_s
         record = Record(request, deadline_s)
         self._records[request.request_id] = record
-        if self._agreement.parts:
+        if not request.is_cacheable:
+            self._metrics.count("kvferry_lookups_total", outcome="skipped")
+            record.next_boundary = NEVER_TOKENS
+        elif self._agreement.parts:
             self._begin(record)
 
     def match(self, request_id: str, computed_tokens: int, total_tokens: int) -> int | None:
@@ -107,6 +116,7 @@ class Planner:
         record = self._records.get(request_id)
         if record is None:
             return 0
+        self._evacuate(record)
         return self._matcher.match(record, computed_tokens, total_tokens)
 
     def allocated(
@@ -114,7 +124,10 @@ class Planner:
     ) -> None:
         """The engine admitted the request, with `external_tokens` of ours (0: none taken)."""
         record = self._records.get(request_id)
-        if record is None or external_tokens == 0 or record.answer is None:
+        if record is None:
+            return
+        self._admitted[request_id] = tables
+        if external_tokens == 0 or record.answer is None:
             return
         load = self._matcher.load(record, [list(table) for table in tables], external_tokens)
         self._loads.append(load)
@@ -126,7 +139,7 @@ class Planner:
         now_s = self._clock.now_s()
         self._measure(step, now_s)
         self._collect_refills(now_s)
-        self._stores.tainted -= step.new_blocks
+        self._origins.allocated(step.new_blocks | self._load_blocks)
         stores: list[Store] = []
         for scheduled in step.scheduled:
             record = self._records.get(scheduled.request_id)
@@ -134,7 +147,9 @@ class Planner:
                 stores += self._advance(record, scheduled, step, now_s)
         for request_id in step.preempted:
             if request_id in self._records:
-                self._records[request_id].is_scheduled = False
+                self._evacuate(self._records[request_id])
+        if self._admitted:
+            self._note_parked(step)
         self._refill(now_s)
         return self._take_plan(step, stores)
 
@@ -143,12 +158,20 @@ class Planner:
         record = self._records.pop(request_id, None)
         if record is None:
             return
-        self._forget_demand(record)
+        if record.request.is_cacheable:
+            self._forget_demand(record)
         end = min(record.computed_tokens, len(record.request.tokens) - 1)
         if tables is not None and record.is_storable and end >= record.next_boundary:
-            self._matcher.adopt_keys(record)
-            now_s = self._clock.now_s()
-            self._late_stores += self._used(self._stores.plan(record, tables, end, now_s), now_s)
+            self._store_late(record, tables, end)
+        if not self._records:  # what follows is idleness, not prefill
+            self._last_step = None
+
+    def _store_late(self, record: Record, tables: Sequence[Sequence[int]], end_tokens: int) -> None:
+        self._matcher.adopt_keys(record)
+        now_s = self._clock.now_s()
+        stores = self._stores.plan(record, tables, end_tokens, now_s)
+        self._late_stores += self._used(stores, now_s)
+        self._stores.count_missed(record, end_tokens, now_s)
 
     def receive(self, report: Report) -> None:
         """What the workers say: who they are, and which keys failed."""
@@ -158,22 +181,29 @@ class Planner:
                     self._begin_all()
             except IncompatibleError as error:
                 self._metrics.count("kvferry_identity_refusals_total")
+                self._matcher.stop_waiting()
                 log.error("kvferry stands aside: %s", error)
-        self._cost.saw_load(report.loaded_bytes, report.loading_s)
+        self._cost.saw_load(report.loaded_tokens, report.loading_s)
         for _, key in report.failed_keys:
-            self._quarantine(key)
+            self._quarantine.add(key)
+            self._stores.forget(key)
+        if report.failed_keys:
+            self._revisit_loading()
 
     def reset(self) -> None:
-        """The weights may have changed: nothing stored so far is offered or added to."""
+        """The weights may have changed: nothing stored so far is offered or added to. After the
+        first time the weights are those that `weights_id` names, later nobody knows them."""
         self._metrics.count("kvferry_namespace_resets_total")
         self._must_drop = True
+        self._late_stores = []
         self._give_back_pools()
-        if self._config.weights_id is None:
-            self._agreement.make_private(self._clock.random_bytes(32))
+        name, self._weights_name = self._weights_name, None
+        self._agreement.rename(name.encode() if name else self._clock.random_bytes(32))
         for record in self._records.values():
             record.lookup = record.ticket = record.answer = None
             record.chains = []
-            record.is_storable = record.is_storable and not record.computed_tokens
+            if record.computed_tokens or record.loaded_end:
+                record.is_storable = False
         if self._agreement.parts:
             self._begin_all()
 
@@ -200,6 +230,7 @@ class Planner:
         parts = self._agreement.parts
         self._matcher.use(parts)
         self._stores.use(parts)
+        self._origins.restart(parts)
         self._refills.clear()
         self._wanted = {}
         slots_in_all = self._facts.capacity_bytes // max(self._slot_bytes(part) for part in parts)
@@ -208,7 +239,9 @@ class Planner:
             Demand(self._config.reserve_ahead_count, count_max, self._config.grace_s) for _ in parts
         ]
         for record in self._records.values():
-            self._begin(record)
+            if record.request.is_cacheable:
+                record.next_boundary = 0
+                self._begin(record)
 
     def _slot_bytes(self, part: Part) -> int:
         return part.geometry.slot_bytes(self._facts.alignment_bytes)
@@ -226,18 +259,19 @@ class Planner:
             left = len(record.request.tokens) // part.chunk_tokens - planned
             demand.in_sight_count = max(0, demand.in_sight_count - max(0, left))
 
-    def _quarantine(self, key: bytes) -> None:
-        """A page could not be read or verified: not offered for a while, stored again."""
-        self._matcher.quarantine(key)
-        self._stores.forget(key)
+    def _revisit_loading(self) -> None:
+        """Pages could not be loaded: who waits for them computes and stores them again."""
         for record in self._records.values():
-            for chain in record.chains:
-                position = chain.keys.find(key)
-                if position >= 0 and position % len(key) == 0:
-                    chunk_index = position // len(key)
-                    chain.present.discard(chunk_index)
-                    chain.next_store = min(chain.next_store, chunk_index)
-                    record.next_boundary = 0
+            if record.loaded_end and not record.is_scheduled:
+                record.next_boundary = 0
+                for part, chain in zip(self._agreement.parts, record.chains, strict=False):
+                    first = record.local_tokens // part.chunk_tokens
+                    chain.next_store = min(chain.next_store, first)
+
+    def _evacuate(self, record: Record) -> None:
+        """The request has no blocks: it was preempted, or has not begun."""
+        record.is_scheduled, record.is_storable = False, True
+        record.computed_tokens = record.loaded_end = 0
 
     # Steps
 
@@ -248,8 +282,12 @@ class Planner:
         record.computed_tokens = end
         if not record.is_scheduled:
             record.is_scheduled = True
-            self._note_origin(record, scheduled, step)
-        if end < record.next_boundary or not record.is_storable:
+            self._note_origin(record, scheduled.computed_tokens, step)
+        if not record.is_storable:
+            tables = step.tables(record.request_id)
+            self._origins.disown(tables, scheduled.computed_tokens, end)
+            return []
+        if end < record.next_boundary or not self._stores.has_slots:
             return []
         if not record.chains:
             self._matcher.adopt_keys(record)
@@ -266,17 +304,31 @@ class Planner:
             demand.in_sight_count = max(0, demand.in_sight_count - len(store.span))
         return stores
 
-    def _note_origin(self, record: Record, scheduled: Scheduled, step: Step) -> None:
-        """Blocks between what the engine had and what it computes first, that we did not load:
-        a sibling connector did."""
-        known_end = max(record.local_tokens, record.loaded_end)
-        for part in self._agreement.parts:
-            first = -(-known_end // part.block_tokens)
-            end = scheduled.computed_tokens // part.block_tokens
-            if first < end:
-                table = step.tables(record.request_id)[part.group_index]
-                self._stores.tainted.update(table[first:end])
-        self._stores.tainted.discard(0)
+    def _note_origin(self, record: Record, computed_tokens: int, step: Step) -> None:
+        """Of a request that was just admitted. What lies between what the engine had and what it
+        computes first, and was not loaded by us, a sibling connector has loaded."""
+        tables = step.tables(record.request_id)
+        is_ours = (
+            computed_tokens <= max(record.local_tokens, record.loaded_end)
+            and self._origins.are_ours(tables, record.local_tokens)
+            and self._origins.are_ours(tables, computed_tokens)
+        )
+        if not is_ours:
+            record.is_storable = False
+            self._origins.disown(tables, record.local_tokens, computed_tokens)
+
+    def _note_parked(self, step: Step) -> None:
+        """Of requests that were admitted and compute nothing yet: they wait for a load. A load of
+        ours on top of a foreign prefix does not make a prefix of ours."""
+        for scheduled in step.scheduled:
+            self._admitted.pop(scheduled.request_id, None)
+        for request_id, tables in self._admitted.items():
+            record = self._records.get(request_id)
+            if record is not None and not record.is_scheduled:
+                local_tokens = record.local_tokens
+                if not (record.loaded_end and self._origins.are_ours(tables, local_tokens)):
+                    self._origins.disown(tables, local_tokens, NEVER_TOKENS)
+        self._admitted = {}
 
     def _take_plan(self, step: Step, stores: list[Store]) -> Plan:
         plan = Plan(
@@ -304,7 +356,9 @@ class Planner:
         if now_s < self._refill_after_s or not self._may_reserve():
             return
         for index, demand in enumerate(self._demands):
-            have, wanted = len(self._stores.pools[index]), demand.wanted_count(now_s)
+            pool, wanted = self._stores.pools[index], demand.wanted_count(now_s)
+            pool.discard_before(now_s + self._config.store_deadline_s)
+            have = len(pool)
             self._wanted[self._agreement.parts[index].namespace] = wanted
             if index in self._refills or have * 2 > wanted:
                 continue

@@ -12,12 +12,12 @@ from kvferry.offload.lookup import Lookup, PartAnswer
 class Chain:
     """One part's chunks of one request.
 
-    `keys`: 32 bytes for each chunk known so far. `present`: chunks that need no store (found in
-    the catalog, loaded, or planned by another request). `next_store`: first chunk not planned.
+    `keys`: 32 bytes for each chunk known so far. `present`: chunks that the catalog has.
+    `next_store`: first chunk not planned.
     """
 
     keys: bytes = b""
-    present: set[int] = field(default_factory=set)
+    present: frozenset[int] = frozenset()
     next_store: int = 0
 
     @property
@@ -36,9 +36,11 @@ class Record:
     """One request from `on_new_request` to `finished`.
 
     `lookup`, `ticket`: the lookup under way or answered; None once its answer was used for a
-    load, or it was void. `answer`: its result. `deadline_s`: when the request stops waiting.
-    `computed_tokens`: KV that exists after the last planned step. `is_storable` turns False when
-    a block of unknown origin is found: what hangs on it is not stored either.
+    load, or it was void. `answer`: its result without the keys that were in quarantine at
+    `answer_version`. `deadline_s`: when the request stops waiting.
+    `local_tokens`, `loaded_end`: what the engine had and where our load ended, at the last
+    admission. `computed_tokens`: KV that exists after the last planned step; 0 while preempted.
+    `is_storable` turns False when blocks of foreign origin are found below it: see `origin`.
     """
 
     request: Request
@@ -47,6 +49,7 @@ class Record:
     lookup: Lookup | None = None
     ticket: Ticket | None = None
     answer: tuple[PartAnswer, ...] | None = None
+    answer_version: int = 0
     answered_s: float = 0.0
     asked_count: int = 0
     local_tokens: int = 0

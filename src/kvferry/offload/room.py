@@ -39,12 +39,16 @@ class SlotPool:
     def take(self, count: int, needed_until_s: float) -> tuple[bytes, float] | None:
         """Up to `count` slots, packed and concatenated, all ours until `needed_until_s` at least,
         and the time until which the first to end is ours; None if there is none."""
-        while self._slots and self._slots[0][1] < needed_until_s:
-            self._slots.popleft()  # its lease ends by itself
+        self.discard_before(needed_until_s)
         taken = [self._slots.popleft() for _ in range(min(count, len(self._slots)))]
         if not taken:
             return None
         return b"".join(packed for packed, _ in taken), min(until for _, until in taken)
+
+    def discard_before(self, needed_until_s: float) -> None:
+        """Forgets slots that are ours for too short a time: their leases end by themselves."""
+        while self._slots and self._slots[0][1] < needed_until_s:
+            self._slots.popleft()
 
     def drain(self) -> list[Slot]:
         """All slots, to be given back."""

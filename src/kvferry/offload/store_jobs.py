@@ -62,10 +62,17 @@ class StoreJobs:
         self._lock = threading.Lock()
         self._queue: deque[StoreJob] = deque()
         self._by_block: dict[int, list[StoreJob]] = {}
+        self._copiers: set[Copier] = set()
         self._copies: dict[tuple[Copier, int], StoreJob] = {}
         self._gathered: list[StoreJob] = []
         self._writes: dict[tuple[int, int], StoreJob] = {}
         self._written: list[StoreJob] = []
+
+    def watch(self, copiers: Iterable[Copier]) -> None:
+        """These are all copiers of the rank: whatever they return is taken from them, scatters
+        too, whose loads have waited for them."""
+        with self._lock:
+            self._copiers.update(copiers)
 
     # Engine's thread
 
@@ -160,7 +167,7 @@ class StoreJobs:
         return by_part
 
     def committed(self, job: StoreJob, verdict: Verdict | None) -> None:
-        """What the catalog said of a job; None: nothing. On the runner's thread."""
+        """What the catalog said of a job; None: nothing."""
         if verdict is None or verdict is Verdict.EXPIRED:
             reason = "unavailable" if verdict is None else "expired"
             self._count_drop(reason)
@@ -194,7 +201,7 @@ class StoreJobs:
         return True
 
     def _poll_copies(self) -> None:
-        for copier in {copier for copier, _ in self._copies}:
+        for copier in self._copiers:
             for copy in copier.poll():
                 job = self._copies.pop((copier, copy), None)
                 if job is not None:
@@ -216,7 +223,9 @@ class StoreJobs:
     def _expire(self) -> None:
         now_s = self._clock.now_s()
         while self._queue and self._queue[0].until_s < now_s:
-            self._drop(self._queue.popleft(), "no_staging")
+            job = self._queue.popleft()
+            if job.stage is Stage.QUEUED:
+                self._drop(job, "no_staging")
         for job in self._writes.values():
             if job.stage is Stage.WRITING and job.until_s < now_s:
                 self._drop(job, "late")

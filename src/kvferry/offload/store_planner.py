@@ -2,8 +2,8 @@
 
 A chunk is planned in the step whose forward completes it: its tokens are known and accepted, its
 blocks final after that forward. Where no slot is at hand it is planned in a later step as long as
-the request owns the blocks. Never stored: what the catalog has, what another request stores
-already, what a sibling connector loaded and all that hangs on it.
+the request owns the blocks. Not stored: what the catalog has, and what another request stores
+already. The caller keeps out requests of foreign origin.
 """
 
 from collections import OrderedDict
@@ -14,6 +14,7 @@ from kvferry.metrics import Metrics
 from kvferry.offload.base import SLOT, Part, Span, Store
 from kvferry.offload.chunks import NULL_BLOCK, span_blocks
 from kvferry.offload.lookup import Hasher, chunk_keys
+from kvferry.offload.quarantine import Quarantine
 from kvferry.offload.record import Chain, Record
 from kvferry.offload.room import SlotPool
 
@@ -25,14 +26,14 @@ another request with the same prefix does not store them again."""
 class StorePlanner:
     """`store_s`: how long a store may take: slots with less of their lease left are not used."""
 
-    def __init__(self, hasher: Hasher, metrics: Metrics, store_s: float):
+    def __init__(self, hasher: Hasher, metrics: Metrics, quarantine: Quarantine, store_s: float):
         self._hasher = hasher
         self._metrics = metrics
+        self._quarantine = quarantine
         self._store_s = store_s
         self._parts: tuple[Part, ...] = ()
         self._recent: OrderedDict[bytes, float] = OrderedDict()
         self.pools: list[SlotPool] = []
-        self.tainted: set[int] = set()
 
     def use(self, parts: tuple[Part, ...]) -> None:
         """Starts anew with these parts. The caller has drained the pools."""
@@ -43,6 +44,20 @@ class StorePlanner:
     def forget(self, key: bytes) -> None:
         """The page of this key has turned out bad: it may be stored again."""
         self._recent.pop(key, None)
+
+    @property
+    def has_slots(self) -> bool:
+        return any(self.pools)
+
+    def count_missed(self, record: Record, end_tokens: int, now_s: float) -> None:
+        """What was complete at the request's end and had no slot."""
+        for part, chain in zip(self._parts, record.chains, strict=False):
+            full = min(end_tokens // part.chunk_tokens, chain.known_count)
+            missed = [
+                i for i in range(chain.next_store, full) if not self._needs_none(chain, i, now_s)
+            ]
+            if missed:
+                self._metrics.count("kvferry_store_drops_total", len(missed), reason="no_slot")
 
     def plan(
         self, record: Record, tables: Sequence[Sequence[int]], end_tokens: int, now_s: float
@@ -73,7 +88,7 @@ class StorePlanner:
     ) -> list[Store]:
         stores: list[Store] = []
         chain = record.chains[index]
-        while record.is_storable:
+        while True:
             first, end = self._next_run(chain, full, now_s)
             if first == end:
                 break
@@ -82,9 +97,6 @@ class StorePlanner:
                 self._metrics.count("kvferry_store_drops_total", reason="fenced")
                 chain.next_store = first + 1
                 continue
-            if not self.tainted.isdisjoint(blocks):
-                record.is_storable = False
-                break
             taken = self.pools[index].take(count, now_s + self._store_s)
             if taken is None:
                 break
@@ -103,9 +115,10 @@ class StorePlanner:
         return first, end
 
     def _needs_none(self, chain: Chain, chunk_index: int, now_s: float) -> bool:
-        if chunk_index in chain.present:
+        key = chain.key(chunk_index)
+        if chunk_index in chain.present and key not in self._quarantine:
             return True
-        planned_s = self._recent.get(chain.key(chunk_index))
+        planned_s = self._recent.get(key)
         return planned_s is not None and now_s - planned_s < self._store_s
 
     def _present_blocks(
