@@ -43,7 +43,7 @@ class StoreOwnership:
 
     Life: `acquire`, then `beat` at least four times in a lease; slots may be handed out only while
     `holds`. `lost` is for good: another catalog owns the store. All parties name one `lease_s`.
-    Raises UnavailableError where the file system does.
+    Raises as `files.system_errors` says.
     """
 
     def __init__(self, root: Path, catalog_id: str, clock: Clock):

@@ -31,7 +31,7 @@ from kvferry.pages.base import (
 from kvferry.pages.buffers import Registered
 from kvferry.pages.descriptors import Descriptors, OpenFile
 from kvferry.pages.facts import Asked
-from kvferry.pages.segments import SegmentFiles
+from kvferry.pages.segments import SUPERBLOCK, SegmentFiles
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ class PosixPages:
         if self._direct_io_wanted == "off":
             return False
         with files.system_errors("try direct I/O in", self._root):
-            if files.accepts_direct_io(self._root, self._clock):
+            if files.accepts_direct_io(self._root / SUPERBLOCK):
                 return True
         if self._direct_io_wanted == "on":
             raise ConfigError(

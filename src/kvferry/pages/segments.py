@@ -9,6 +9,7 @@ Every file appears under its name only when it is complete. Files have mode 0600
 What is read here is checked: a segment without an intact header of this store does not exist.
 """
 
+import logging
 import mmap
 import os
 import re
@@ -24,6 +25,8 @@ from kvferry.layout import HEADER_BYTES, Address, PageGeometry
 from kvferry.pages import files, header
 from kvferry.pages.base import FoundPage, Outcome, SegmentFacts, StoreFacts, slot_offset_bytes
 from kvferry.pages.facts import Asked, decide, require_agreement, segment_facts
+
+log = logging.getLogger(__name__)
 
 SUPERBLOCK = "superblock.json"
 SUPERBLOCK_FORMAT = "kvferry store"
@@ -205,13 +208,16 @@ class SegmentFiles:
             temporary.unlink(missing_ok=True)
 
     def _sweep(self) -> None:
-        for folder in (self._root, self._segments):
-            for path in files.old_files(folder, ".tmp", self._clock):
-                path.unlink(missing_ok=True)
-        for path in files.old_files(self._segments, ".seg", self._clock):
-            name = _SEGMENT_NAME.fullmatch(path.name)
-            if name and self.read(int(name[1], 16)) is Outcome.CORRUPT:
-                path.unlink(missing_ok=True)
+        try:
+            for folder in (self._root, self._segments):
+                for path in files.old_files(folder, ".tmp", self._clock):
+                    path.unlink(missing_ok=True)
+            for path in files.old_files(self._segments, ".seg", self._clock):
+                name = _SEGMENT_NAME.fullmatch(path.name)
+                if name and self.read(int(name[1], 16)) is Outcome.CORRUPT:
+                    path.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("cannot tidy up %s: %s", self._root, error)
 
     def _inspect(self, block: bytes, segment: int) -> SegmentFacts | Outcome:
         if len(block) < HEADER_BYTES or not header.is_intact(block, self._digest):
