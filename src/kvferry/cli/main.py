@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 import kvferry
-from kvferry.cli import output
+from kvferry.cli import bench, output
 from kvferry.cli.check import check
 from kvferry.cli.doctor import doctor
 from kvferry.cli.resize import resize
@@ -18,6 +18,7 @@ app = typer.Typer(
 )
 for _command in (doctor, status, check, resize):
     app.command()(_command)
+app.add_typer(bench.app, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,218 @@
+"""What kvferry costs on the scheduler's thread, where every microsecond delays all requests.
+
+The real planner with the embedded catalog and its runner thread, driven as vLLM's scheduler drives
+it, without a model: admissions, steps in which every request decodes one token, and the same steps
+while lookups of thousands of keys run back to back. The translation from vLLM's own objects is not
+in it.
+"""
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from kvferry.clock import Clock, SystemClock
+from kvferry.config import decode
+from kvferry.errors import InternalError
+from kvferry.metrics import Metrics
+from kvferry.offload.base import Identity, Part, Report, Scheduled, Step
+from kvferry.offload.build import open_planner
+from kvferry.offload.planner import Planner
+from kvferry.pages.segments import read_superblock
+
+BLOCK_TOKENS = 16
+CHUNK_TOKENS = 64
+PROMPT_TOKENS = 1024
+LOOKUP_KEYS = 8192
+WARM_UP_STEPS = 20
+SETTLE_S = 10.0
+FORWARD_S = 0.005
+CONTROL_COUNT = 10_000
+
+
+@dataclass
+class BenchRequest:
+    """As the planner sees a request."""
+
+    request_id: str
+    tokens: list[int]
+    is_cacheable: bool = True
+    is_readable: bool = True
+
+    def extras(self, start_token: int, end_token: int) -> bytes:
+        return b""
+
+
+class Driver:
+    """The scheduler's part: requests, their block tables, and steps. Times are in seconds."""
+
+    def __init__(self, planner: Planner, clock: Clock):
+        self._planner = planner
+        self._clock = clock
+        self._next_block = 1
+        self._tables: dict[str, list[int]] = {}
+        self._running: dict[str, BenchRequest] = {}
+
+    def admit(self, request: BenchRequest) -> float:
+        """Everything that the planner is told of a request until it is admitted, without the time
+        in between. Returns what that took."""
+        spent_s = self._timed(lambda: self._planner.on_new_request(request))
+        deadline_s = self._clock.now_s() + SETTLE_S
+        answer = None
+        while answer is None and self._clock.now_s() < deadline_s:
+            self._clock.sleep(0.0005)
+            start_s = self._clock.now_s()
+            answer = self._planner.match(request.request_id, 0, len(request.tokens))
+            taken_s = self._clock.now_s() - start_s
+        table = self._grow(request.request_id, len(request.tokens))
+        self._running[request.request_id] = request
+        allocate = self._timed(lambda: self._planner.allocated(request.request_id, [table], 0))
+        return spent_s + taken_s + allocate
+
+    def step(self, tokens: dict[str, int]) -> float:
+        """One step that schedules so many tokens of each request. Returns what `build` took."""
+        new_blocks: set[int] = set()
+        scheduled = []
+        for request_id, count in tokens.items():
+            request = self._running[request_id]
+            known = len(self._tables[request_id])
+            computed = len(request.tokens) - count
+            table = self._grow(request_id, len(request.tokens))
+            new_blocks.update(table[known:])
+            scheduled.append(Scheduled(request_id, computed, count))
+        tables = self._tables
+        step = Step(
+            scheduled=tuple(scheduled),
+            preempted=frozenset(),
+            new_blocks=frozenset(new_blocks),
+            tables=lambda request_id: [tables[request_id]],
+        )
+        return self._timed(lambda: self._planner.build(step))
+
+    def prefill(self) -> float:
+        """One step that computes all prompts."""
+        return self.step({name: len(request.tokens) for name, request in self._running.items()})
+
+    def decode(self, token: int) -> float:
+        """A step in which each running request gets one token. As in an engine, a forward of some
+        milliseconds lies before it: in a loop without one the runner would never get the
+        interpreter, and the scheduler would pay for that."""
+        self._clock.sleep(FORWARD_S)
+        for request in self._running.values():
+            request.tokens.append(token)
+        return self.step(dict.fromkeys(self._running, 1))
+
+    def control(self) -> float:
+        """The same work of the interpreter's every time, none of it kvferry's: what the runner
+        thread takes from others shows here."""
+        return self._timed(_spin)
+
+    def _grow(self, request_id: str, token_count: int) -> list[int]:
+        table = self._tables.setdefault(request_id, [])
+        while len(table) * BLOCK_TOKENS < token_count:
+            table.append(self._next_block)
+            self._next_block += 1
+        return table
+
+    def _timed(self, work: Callable[[], Any]) -> float:
+        start_s = self._clock.now_s()
+        work()
+        return self._clock.now_s() - start_s
+
+
+def run(folder: Path, request_count: int = 256, step_count: int = 1000) -> dict[str, Any]:
+    """Measures in `folder`, which is empty and stays the caller's. Times in microseconds."""
+    clock = SystemClock()
+    config = decode(
+        {
+            "pages": f"posix://{folder}/pages",
+            "catalog": f"lmdb://{folder}/catalog",
+            "capacity_bytes": "1GiB",
+            "segment_bytes": "16MiB",
+            "reserve_ahead_count": 1024,
+        }
+    )
+    planner = open_planner(config, clock, Metrics(), rank_count=1)
+    try:
+        planner.receive(Report(identities=(_identity(folder / "pages"),)))
+        driver = Driver(planner, clock)
+        admissions = [driver.admit(_request(index)) for index in range(request_count)]
+        driver.prefill()
+        gc.collect()
+        for step in range(WARM_UP_STEPS):
+            driver.decode(step)
+        quiet = [(driver.decode(step), driver.control()) for step in range(step_count)]
+        busy = _decode_while_looking_up(driver, planner, step_count)
+    finally:
+        planner.close()
+    return {
+        "forward_ms": FORWARD_S * 1e3,
+        "requests": request_count,
+        "prompt_tokens": PROMPT_TOKENS,
+        "steps": step_count,
+        "admission_us": _summary(admissions),
+        "step_us": _summary([step_s for step_s, _ in quiet]),
+        "control_us": _summary([control_s for _, control_s in quiet]),
+        "lookup_keys": LOOKUP_KEYS,
+        "step_during_lookups_us": _summary([step_s for step_s, _ in busy]),
+        "control_during_lookups_us": _summary([control_s for _, control_s in busy]),
+    }
+
+
+def _decode_while_looking_up(
+    driver: Driver, planner: Planner, step_count: int
+) -> list[tuple[float, float]]:
+    """As soon as one long prompt has its answer, the next one asks."""
+    tokens = list(range(LOOKUP_KEYS * CHUNK_TOKENS))
+    spent = []
+    asked = 0
+    for step in range(step_count):
+        request_id = f"long {asked}"
+        if step == 0 or planner.match(request_id, 0, len(tokens)) is not None:
+            planner.finished(request_id)
+            asked += 1
+            tokens[0] = asked
+            planner.on_new_request(BenchRequest(f"long {asked}", tokens))
+        spent.append((driver.decode(step), driver.control()))
+    if asked < 2:
+        raise InternalError("bench.lookups", "no lookup was answered during the measurement")
+    return spent
+
+
+def _spin() -> None:
+    for _ in range(CONTROL_COUNT):
+        pass
+
+
+def _identity(root: Path) -> Identity:
+    superblock = read_superblock(root)
+    part = Part(
+        stage=0,
+        group_index=0,
+        namespace=b"b" * 32,
+        group=1,
+        block_tokens=BLOCK_TOKENS,
+        chunk_tokens=CHUNK_TOKENS,
+        slice_count=1,
+        payload_bytes=4096,
+        description="{}",
+    )
+    return Identity(0, 1, 0, bytes.fromhex(superblock.store_id), (part,))
+
+
+def _request(index: int) -> BenchRequest:
+    """Lengths differ, so that chunks fill up at all steps alike."""
+    first = 2 * index * PROMPT_TOKENS
+    end = first + PROMPT_TOKENS + index % CHUNK_TOKENS
+    return BenchRequest(f"request {index}", list(range(first, end)))
+
+
+def _summary(seconds: Sequence[float]) -> dict[str, float]:
+    cuts = quantiles(seconds, n=100)
+    return {
+        "median": round(median(seconds) * 1e6, 1),
+        "p99": round(cuts[98] * 1e6, 1),
+        "max": round(max(seconds) * 1e6, 1),
+    }
