@@ -40,7 +40,8 @@ def _source() -> Path:
 
 
 def _convert(source: Path, cache: Path) -> Path:
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig  # noqa: PLC0415 - takes 10 s
+    # Here, since it takes 10 s.
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig  # noqa: PLC0415
 
     folder = Path(mkdtemp(prefix=f"{FOLDER_NAME}.", dir=cache))
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
