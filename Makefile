@@ -41,7 +41,8 @@ test-all: $(BUILT)
 
 bench: $(BUILT)
 	for what in io catalog scheduler; do \
-		$(VENV)/bin/kvferry bench $$what --json > benchmarks/bench-$$what.json; \
+		$(VENV)/bin/kvferry bench $$what --json > benchmarks/bench-$$what.json.new; \
+		mv benchmarks/bench-$$what.json.new benchmarks/bench-$$what.json; \
 	done
 
 lint: $(FAST_INSTALLED)

@@ -1,13 +1,19 @@
 """`kvferry bench`: measurements of this machine, side by side, as medians and ratios."""
 
+import os
+import platform
+import sys
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
 
+import kvferry
 from kvferry.cli import options, output
+from kvferry.clock import Clock, SystemClock
 
 app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 
@@ -28,7 +34,23 @@ def scheduler(
     from kvferry.cli import bench_scheduler  # noqa: PLC0415 - needs the native extension
 
     with TemporaryDirectory(dir=folder) as scratch:
-        show(bench_scheduler.run(Path(scratch), requests, steps), as_json=as_json)
+        result = bench_scheduler.run(Path(scratch), requests, steps)
+    show({**machine(SystemClock()), **result}, as_json=as_json)
+
+
+def machine(clock: Clock) -> dict[str, Any]:
+    """What any number needs beside it: where and when it was measured."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "command": " ".join(["kvferry", *sys.argv[1:]]),
+        "date": datetime.fromtimestamp(clock.wall_s(), UTC).isoformat(timespec="minutes"),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": memory_bytes >> 30,
+        "architecture": platform.machine(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "kvferry": kvferry.__version__,
+    }
 
 
 def show(result: Mapping[str, Any], *, as_json: bool) -> None:
