@@ -8,6 +8,7 @@ import typer
 import kvferry
 from kvferry.cli import bench, output
 from kvferry.cli.check import check
+from kvferry.cli.demo import demo
 from kvferry.cli.doctor import doctor
 from kvferry.cli.resize import resize
 from kvferry.cli.status import status
@@ -16,7 +17,7 @@ from kvferry.errors import Error
 app = typer.Typer(
     help="KV cache for vLLM that moves.", no_args_is_help=True, pretty_exceptions_enable=False
 )
-for _command in (doctor, status, check, resize):
+for _command in (demo, doctor, status, check, resize):
     app.command()(_command)
 app.add_typer(bench.app, name="bench")
 
