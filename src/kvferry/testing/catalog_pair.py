@@ -1,0 +1,290 @@
+"""A catalog and its model side by side: told the same, they answer the same and know the same.
+
+`Pair` says each verb to both and compares answers, errors and snapshots. Two drivers choose the
+verbs: `CatalogMachine` (hypothesis: small cases, shrunk when they fail) and `random_life` (seeded:
+long lives). Keys come from small trees of prefixes, so that chains share parents and collide.
+"""
+
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvferry.catalog.base import Catalog, Commit, Page, Slot, Space
+from kvferry.catalog.memory import MemoryCatalog
+from kvferry.catalog.snapshot import check_invariants
+from kvferry.errors import Error
+from kvferry.layout import Address
+from kvferry.testing.clock import ManualClock
+
+STORE = b"s" * 16
+SEGMENT_BYTES = 1 << 20
+ROOT = bytes(32)
+SPACES = (
+    Space(b"a" * 32, slot_count=4, slot_bytes=1000, slice_count=1, chunk_tokens=16, description=""),
+    Space(b"b" * 32, slot_count=3, slot_bytes=2000, slice_count=3, chunk_tokens=32, description=""),
+    Space(b"c" * 32, slot_count=9, slot_bytes=1500, slice_count=2, chunk_tokens=16, description=""),
+)
+ADVANCES_S = (0.25, 5.0, 10.0, 31.0, 61.0, 700.0, 90_000.0)
+LEASES_S = (1.0, 30.0, 300.0)
+PATH_DEPTH = 5
+
+
+def path_keys(path: Sequence[int]) -> list[bytes]:
+    """The chain of keys along a path of branches in a tree of prefixes."""
+    keys, key = [], ROOT
+    for branch in path:
+        key = hashlib.sha256(key + bytes([branch])).digest()
+        keys.append(key)
+    return keys
+
+
+class Pair:
+    """See the module. `make`: a catalog over a clock, not open."""
+
+    def __init__(self, make: Callable[[ManualClock], Catalog], seed: int, segments_max: int = 4):
+        self._clocks = (ManualClock(seed), ManualClock(seed))
+        self._catalogs = (make(self._clocks[0]), MemoryCatalog(self._clocks[1]))
+        self._capacity_bytes = segments_max * SEGMENT_BYTES
+        self.held: list[tuple[bytes, Slot]] = []  # whatever was ever reserved, lately
+        self.open()
+
+    def _both(self, verb: str, *arguments: Any) -> Any:
+        """The answer of both; an error is an answer."""
+        answers = [_answer(getattr(catalog, verb), arguments) for catalog in self._catalogs]
+        assert answers[0] == answers[1], (verb, arguments)
+        return answers[0]
+
+    def check(self) -> None:
+        """Both know the same, and it makes sense."""
+        snapshots = [catalog.snapshot() for catalog in self._catalogs]
+        assert snapshots[0] == snapshots[1]
+        assert check_invariants(snapshots[0]) == []
+        assert self._catalogs[0].catalog_id == self._catalogs[1].catalog_id
+
+    def open(self) -> None:
+        self._both("open", STORE, self._capacity_bytes, SEGMENT_BYTES)
+
+    def close(self) -> None:
+        self._both("close")
+
+    def reopen(self) -> None:
+        self.close()
+        self.open()
+
+    def advance(self, duration_s: float) -> None:
+        for clock in self._clocks:
+            clock.advance(duration_s)
+
+    def attach(self, space: int) -> None:
+        self._both("attach", SPACES[space])
+
+    def grow(self, space: int, is_grown: bool) -> None:
+        number = self._both("grow", SPACES[space].namespace)
+        if is_grown and isinstance(number, int):
+            self._both("grown", number)
+
+    def grown(self, segment: int) -> None:
+        self._both("grown", segment)
+
+    def shrunk(self, segment: int) -> None:
+        self._both("shrunk", segment)
+
+    def reserve(self, space: int, count: int, lease_s: float) -> None:
+        namespace = SPACES[space].namespace
+        slots = self._both("reserve", namespace, count, lease_s)
+        if isinstance(slots, list):
+            self.held = [*self.held, *((namespace, slot) for slot in slots)][-24:]
+
+    def commit(self, index: int, path: Sequence[int], first_slice: int, slice_count: int) -> None:
+        """Commits the last chunk of a path to a slot reserved lately."""
+        if self.held:
+            namespace, slot = self.held[index % len(self.held)]
+            self._both("commit", namespace, [_commit(path, slot, first_slice, slice_count)])
+
+    def store(self, space: int, path: Sequence[int]) -> None:
+        """A whole chain in one call, as a worker would."""
+        namespace, slice_count = SPACES[space].namespace, SPACES[space].slice_count
+        slots = self._both("reserve", namespace, len(path), 30.0)
+        if isinstance(slots, list):
+            commits = [_commit(path[: i + 1], slot, 0, slice_count) for i, slot in enumerate(slots)]
+            self._both("commit", namespace, commits)
+
+    def abort(self, indices: Sequence[int]) -> None:
+        for index in indices:
+            if self.held:
+                namespace, slot = self.held[index % len(self.held)]
+                self._both("abort", namespace, [slot])
+
+    def touch(self, space: int, path: Sequence[int]) -> None:
+        self._both("touch", SPACES[space].namespace, path_keys(path))
+
+    def lookup(self, space: int, path: Sequence[int]) -> None:
+        namespace, keys = SPACES[space].namespace, path_keys(path)
+        self._both("lookup", namespace, keys)
+        self._both("lookup_packed", namespace, keys)
+
+    def evict(self, space: int, path: Sequence[int]) -> None:
+        """The last chunk of a path, if it is there."""
+        namespace, key = SPACES[space].namespace, path_keys(path)[-1]
+        (hit,) = self._both("lookup", namespace, [key])
+        self._both("evict", namespace, [(key, hit.generation if hit else bytes(16))])
+
+    def sweep(self, wanted: Sequence[tuple[int, int]]) -> None:
+        swept = self._both("sweep", [(SPACES[space].namespace, count) for space, count in wanted])
+        for number in swept.deletable_segments[::2]:  # whoever should delete the others died
+            self._both("shrunk", number)
+
+    def adopt(self, space: int, segment: int, path: Sequence[int]) -> None:
+        keys = path_keys(path)
+        pages = [
+            Page(key, parent, i, Address(segment, i), bytes([segment % 256, i]) * 8)
+            for i, (key, parent) in enumerate(zip(keys, [ROOT, *keys], strict=False))
+        ]
+        self._both("adopt", segment, SPACES[space].namespace, pages)
+
+    def stats(self) -> None:
+        self._both("stats")
+
+
+def _answer(verb: Callable, arguments: Sequence[Any]) -> Any:
+    try:
+        return verb(*arguments)
+    except Error as error:
+        return error.kind
+
+
+def _commit(path: Sequence[int], slot: Slot, first_slice: int, slice_count: int) -> Commit:
+    keys = [ROOT, *path_keys(path)]
+    return Commit(keys[-1], keys[-2], len(path) - 1, slot, first_slice, slice_count)
+
+
+_spaces = st.integers(0, len(SPACES) - 1)
+_paths = st.lists(st.integers(0, 1), min_size=1, max_size=PATH_DEPTH)
+_indices = st.integers(0, 23)
+_segments = st.integers(0, 7)
+
+
+class CatalogMachine(RuleBasedStateMachine):
+    """A subclass defines `make(clock)`: a catalog that is not open."""
+
+    @initialize(seed=st.integers(0, 3))
+    def begin(self, seed):
+        self.pair = Pair(self.make, seed)
+        for space in range(2):
+            self.pair.attach(space)
+            self.pair.grow(space, is_grown=True)
+
+    def make(self, clock: ManualClock) -> Catalog:
+        raise NotImplementedError
+
+    @rule(space=_spaces, is_grown=st.booleans())
+    def grow(self, space, is_grown):
+        self.pair.grow(space, is_grown)
+
+    @rule(space=_spaces)
+    def attach(self, space):
+        self.pair.attach(space)
+
+    @rule(segment=_segments)
+    def grown(self, segment):
+        self.pair.grown(segment)
+
+    @rule(segment=_segments)
+    def shrunk(self, segment):
+        self.pair.shrunk(segment)
+
+    @rule(space=_spaces, count=st.integers(0, 6), lease_s=st.sampled_from(LEASES_S))
+    def reserve(self, space, count, lease_s):
+        self.pair.reserve(space, count, lease_s)
+
+    @rule(index=_indices, path=_paths, first=st.integers(0, 2), count=st.integers(1, 3))
+    def commit(self, index, path, first, count):
+        self.pair.commit(index, path, first, count)
+
+    @rule(space=_spaces, path=_paths)
+    def store(self, space, path):
+        self.pair.store(space, path)
+
+    @rule(indices=st.lists(_indices, max_size=3))
+    def abort(self, indices):
+        self.pair.abort(indices)
+
+    @rule(space=_spaces, path=_paths)
+    def touch(self, space, path):
+        self.pair.touch(space, path)
+
+    @rule(space=_spaces, path=_paths)
+    def lookup(self, space, path):
+        self.pair.lookup(space, path)
+
+    @rule(space=_spaces, path=_paths)
+    def evict(self, space, path):
+        self.pair.evict(space, path)
+
+    @rule(wanted=st.lists(st.tuples(_spaces, st.integers(0, 12)), max_size=2))
+    def sweep(self, wanted):
+        self.pair.sweep(wanted)
+
+    @rule(space=_spaces, segment=_segments, path=_paths)
+    def adopt(self, space, segment, path):
+        self.pair.adopt(space, segment, path)
+
+    @rule(duration_s=st.sampled_from(ADVANCES_S))
+    def advance(self, duration_s):
+        self.pair.advance(duration_s)
+
+    @rule()
+    def reopen(self):
+        self.pair.reopen()
+
+    @invariant()
+    def same(self):
+        if hasattr(self, "pair"):
+            self.pair.check()
+            self.pair.stats()
+
+    def teardown(self):
+        if hasattr(self, "pair"):
+            self.pair.close()
+
+
+def random_life(pair: Pair, seed: int, step_count: int, check_every: int = 50) -> dict[str, int]:
+    """A long life of a pair. Returns how often each verb was said."""
+    chance = random.Random(seed)
+
+    def space() -> int:
+        return chance.randrange(len(SPACES))
+
+    def path() -> list[int]:
+        return [chance.randrange(3) for _ in range(chance.randint(1, PATH_DEPTH))]
+
+    verbs: dict[Callable, tuple[int, Callable[[], tuple]]] = {
+        pair.attach: (2, lambda: (space(),)),
+        pair.grow: (6, lambda: (space(), chance.random() < 0.9)),
+        pair.grown: (1, lambda: (chance.randrange(100),)),
+        pair.reserve: (10, lambda: (space(), chance.randint(0, 6), chance.choice(LEASES_S))),
+        pair.commit: (20, lambda: (chance.randrange(24), path(), 0, chance.randint(1, 3))),
+        pair.store: (20, lambda: (space(), path())),
+        pair.abort: (3, lambda: ([chance.randrange(24)],)),
+        pair.touch: (10, lambda: (space(), path())),
+        pair.lookup: (10, lambda: (space(), path())),
+        pair.evict: (5, lambda: (space(), path())),
+        pair.sweep: (12, lambda: ([(space(), chance.randint(0, 12))],)),
+        pair.adopt: (1, lambda: (space(), chance.randrange(2000), path())),
+        pair.advance: (12, lambda: (chance.choice(ADVANCES_S[:-2]),)),
+        pair.stats: (1, lambda: ()),
+        pair.reopen: (1, lambda: ()),
+    }
+    said = dict.fromkeys((verb.__name__ for verb in verbs), 0)
+    weights = [weight for weight, _ in verbs.values()]
+    for step, verb in enumerate(chance.choices(list(verbs), weights, k=step_count)):
+        verb(*verbs[verb][1]())
+        said[verb.__name__] += 1
+        if step % check_every == 0:
+            pair.check()
+    pair.check()
+    return said

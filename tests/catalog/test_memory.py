@@ -1,0 +1,21 @@
+"""The readable reference keeps the contract."""
+
+import pytest
+
+from kvferry.catalog.memory import MemoryCatalog
+from kvferry.testing.catalog import CatalogSuite
+from kvferry.testing.catalog_space import CatalogSpaceSuite
+
+
+class _Memory:
+    @pytest.fixture
+    def catalog(self, clock):
+        return MemoryCatalog(clock)
+
+
+class TestMemory(_Memory, CatalogSuite):
+    pass
+
+
+class TestMemorySpace(_Memory, CatalogSpaceSuite):
+    pass
