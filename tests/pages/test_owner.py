@@ -160,3 +160,25 @@ def test_a_damaged_record_is_nobodys(tmp_path, clock):
 def test_beat_needs_ownership(tmp_path, clock):
     with pytest.raises(ClosedError):
         _party(tmp_path, "a", clock).beat()
+
+
+def test_a_store_that_came_back_to_the_same_catalog_is_lost_to_who_slept(tmp_path, clock):
+    """What the sleeper reserved before is void: the catalog was rebuilt in between."""
+    sleeper, other, sibling = (_party(tmp_path, name, clock) for name in "aba")
+    sleeper.acquire(LEASE_S)
+    other.acquire(LEASE_S)
+    other.release()
+    assert sibling.acquire(LEASE_S) is True
+    sleeper.beat()
+    assert sleeper.lost and not sleeper.holds
+    sibling.beat()
+    assert sibling.holds
+
+
+def test_who_uses_a_store_can_be_asked(tmp_path, clock):
+    asking, owner = _party(tmp_path, "", clock), _party(tmp_path, "a", clock)
+    assert asking.user() is None
+    owner.acquire(LEASE_S)
+    assert asking.user().catalog_id == "a"
+    owner.release()
+    assert asking.user() is None

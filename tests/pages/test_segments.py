@@ -208,6 +208,37 @@ def test_a_segment_of_another_store_or_number_is_left_alone(store, tmp_path):
     assert store.path(2).read_bytes() == content and store.path(3).exists()
 
 
+def test_of_two_who_create_a_segment_at_once_one_wins(tmp_path, monkeypatch):
+    both_looked = threading.Barrier(2)
+    real_fallocate = os.posix_fallocate
+
+    def fallocate(*args):
+        both_looked.wait(10)
+        real_fallocate(*args)
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    won, lost = [], []
+
+    def create(seed):
+        store = _files(tmp_path, seed=seed)
+        store.open()
+        try:
+            store.create(1, bytes([seed]) * 32, GEOMETRY)
+            won.append(bytes([seed]) * 32)
+        except IncompatibleError:
+            lost.append(seed)
+
+    threads = [threading.Thread(target=create, args=(seed,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(lost) == 1
+    store = _files(tmp_path)
+    store.open()
+    assert [found.namespace for found in store.all_facts()] == won
+
+
 def test_a_deleted_segment_gives_its_space_back_while_others_have_it_open(store):
     descriptor = os.open(store.path(1), os.O_RDONLY)
     assert os.fstat(descriptor).st_blocks > 0
