@@ -1,12 +1,14 @@
 """One store on disk, as a test sees it: how engines are told to use it, and what lies in it."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvferry.catalog.base import SpaceStats
 from kvferry.cli.opened import open_store
 from kvferry.config import decode
-from tests.e2e.engine import connector
+from tests.e2e.engine import EngineProcess, connector
 
 CHUNK_TOKENS = 64
 CAPACITY_BYTES = 256 << 20
@@ -32,17 +34,34 @@ class Store:
 
     def page_count(self) -> int:
         """Pages that can be found now; 0 before there is a store."""
-        options = {"pages": f"posix://{self.pages}", "catalog": self.catalog_url}
-        if not self.pages.exists():
-            return 0
-        with open_store(decode(options)) as opened:
-            assert opened.catalog is not None
-            return sum(space.page_count for space in opened.catalog.stats().spaces)
+        return sum(space.page_count for space in self._spaces())
+
+    def reserved_count(self) -> int:
+        """Slots that engines hold ready for what they will store."""
+        return sum(space.reserved_count for space in self._spaces())
 
     def wait_for_pages(self, count: int) -> None:
         """Returns when there are `count` pages. Fails if there are more, or never as many."""
+        self._wait("pages", self.page_count, lambda found: found >= count)
+        assert self.page_count() == count
+
+    def make_ready(self, engine: EngineProcess, slot_count: int = 32) -> None:
+        """Lets a fresh engine reserve slots, so that it stores all that it computes from now on:
+        what a first prompt finds no slots for may be out of its window when there are some."""
+        engine.generate([[1]], max_tokens=1)
+        self._wait("slots", self.reserved_count, lambda found: found >= slot_count)
+        engine.generate([[1]], max_tokens=1)
+
+    def _spaces(self) -> tuple[SpaceStats, ...]:
+        options = {"pages": f"posix://{self.pages}", "catalog": self.catalog_url}
+        if not self.pages.exists():
+            return ()
+        with open_store(decode(options)) as opened:
+            assert opened.catalog is not None
+            return opened.catalog.stats().spaces
+
+    def _wait(self, what: str, look: Callable[[], int], is_enough: Callable[[int], bool]) -> None:
         give_up_s = time.monotonic() + PATIENCE_S
-        while (found := self.page_count()) != count:
-            assert found < count, f"{found} pages, expected {count}"
-            assert time.monotonic() < give_up_s, f"{found} pages, {count} never came"
+        while not is_enough(found := look()):
+            assert time.monotonic() < give_up_s, f"{found} {what} and no more"
             time.sleep(0.05)

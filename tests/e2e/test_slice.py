@@ -18,6 +18,7 @@ def test_another_process_answers_from_what_the_first_one_stored(
     engine_a.close()
 
     engine_a.open(model(name), **store.settings())
+    store.make_ready(engine_a)
     cold = engine_a.generate([prompt])
     store.wait_for_pages(group_count * FULL_CHUNK_TOKENS // 64)
     engine_a.close()
