@@ -14,4 +14,9 @@ def test_the_scheduler_benchmark_measures_every_phase(tmp_path):
 
 
 def test_nested_results_become_lines():
-    assert bench.lines({"a": 1, "b": {"c": 2.5}}) == [("a", "1"), ("b c", "2.5")]
+    result = {"cores": 2, "read": {"fio": {"rate": 1.5, "cpu": 2}}, "step": {"median": 3}}
+    assert bench.lines(result) == [
+        ("cores", "2"),
+        ("read: fio", "rate 1.5, cpu 2"),
+        ("step", "median 3"),
+    ]

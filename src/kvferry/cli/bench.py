@@ -14,6 +14,7 @@ import typer
 import kvferry
 from kvferry.cli import options, output
 from kvferry.clock import Clock, SystemClock
+from kvferry.config import parse_size
 
 app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 
@@ -21,6 +22,39 @@ Folder = Annotated[
     Path | None,
     typer.Argument(help="Where to write; on the disk to be measured. Default: a temporary folder."),
 ]
+
+
+@app.command()
+def io(
+    folder: Folder = None,
+    block: Annotated[str, typer.Option(help="Payload of one slice.")] = "1MiB",
+    size: Annotated[str, typer.Option(help="Length of the file.")] = "1GiB",
+    depth: Annotated[int, typer.Option(min=1, max=64, help="Blocks at a time.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, help="Passes of each contender.")] = 5,
+    buffered: Annotated[bool, typer.Option("--buffered", help="Through the page cache.")] = False,
+    nixl_program: Annotated[
+        Path | None, typer.Option(help="benchmarks/nixl_posix.py, to have NIXL take part.")
+    ] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """kvferry's I/O against fio's engines, on one file."""
+    from kvferry.cli import bench_io  # noqa: PLC0415 - needs the native extension
+
+    clock = SystemClock()
+    block_bytes = parse_size("--block", block)
+    contenders, skipped = bench_io.available(clock, nixl_program)
+    with TemporaryDirectory(dir=folder) as scratch, output.progress() as progress:
+        plan = bench_io.Plan(
+            Path(scratch, "bench"),
+            block_bytes,
+            max(1, parse_size("--size", size) // block_bytes),
+            depth,
+            not buffered,
+            rounds,
+        )
+        task = progress.add_task("passes", total=rounds * 2 * len(contenders))
+        result = bench_io.measure(plan, contenders, lambda: progress.advance(task))
+    show({**machine(clock), "left_out": skipped, **result}, as_json=as_json)
 
 
 @app.command()
@@ -54,7 +88,7 @@ def machine(clock: Clock) -> dict[str, Any]:
 
 
 def show(result: Mapping[str, Any], *, as_json: bool) -> None:
-    """Nested results as one line for each value."""
+    """A table, or JSON."""
     if as_json:
         output.print_json(result)
     else:
@@ -62,11 +96,14 @@ def show(result: Mapping[str, Any], *, as_json: bool) -> None:
 
 
 def lines(result: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Names joined by blanks, values as text."""
+    """Values as text; the innermost ones of one name on one line."""
     found = []
     for name, value in result.items():
-        if isinstance(value, Mapping):
-            found += lines(value, f"{prefix}{name} ")
-        else:
+        if not isinstance(value, Mapping):
             found.append((prefix + name, str(value)))
+        elif any(isinstance(inner, Mapping) for inner in value.values()):
+            found += lines(value, f"{prefix}{name}: ")
+        else:
+            texts = (f"{inner} {number}" for inner, number in value.items())
+            found.append((prefix + name, ", ".join(texts)))
     return found
