@@ -152,21 +152,25 @@ def test_close_takes_in_what_is_in_flight(tmp_path):
     again.store.close()
 
 
-def test_what_the_system_refuses_is_a_result_with_its_number(tmp_path, monkeypatch):
+@pytest.mark.parametrize("call", ["open", "stat"])
+def test_what_the_system_refuses_is_a_result_with_its_number(tmp_path, monkeypatch, call):
     driver = _driver(tmp_path)
-    real_open = os.open
+    if call == "stat":
+        driver.write(PAGE, HOME)
+    real_call = getattr(os, call)
 
     def failing(path, *args, **kwargs):
         if str(path).endswith(".seg"):
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return real_open(path, *args, **kwargs)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real_call(path, *args, **kwargs)
 
-    monkeypatch.setattr(os, "open", failing)
+    monkeypatch.setattr(os, call, failing)
     result = driver.read(PAGE, HOME).result
-    assert (result.outcome, result.errno) == (Outcome.IO_ERROR, errno.EMFILE)
+    assert (result.outcome, result.errno) == (Outcome.IO_ERROR, errno.EIO)
     monkeypatch.undo()
     assert driver.write(PAGE, HOME).outcome is Outcome.OK
     driver.store.close()
+    assert _open_segments(tmp_path) == []
 
 
 def test_the_native_threads_agree_with_the_format(tmp_path):

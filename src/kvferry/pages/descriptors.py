@@ -36,9 +36,9 @@ class Descriptors:
     def take(self, segment: int) -> OpenFile | Outcome:
         """The file of a segment with one more use, or why there is none. Raises OSError."""
         with self._lock:
-            file = self._files.pop(segment, None)
+            file = self._files.get(segment)
             if file is not None and file.inode != self._inode_now(segment):
-                self._drop(file)
+                self._drop(self._files.pop(segment))
                 file = None
             if file is None:
                 opened = self._segments.open_file(segment, self._flags)
@@ -46,6 +46,7 @@ class Descriptors:
                     return opened
                 status = os.fstat(opened[0])
                 file = OpenFile(*opened, (status.st_dev, status.st_ino))
+            self._files.pop(segment, None)
             self._files[segment] = file
             file.use_count += 1
             while len(self._files) > self._descriptor_max:

@@ -1,6 +1,7 @@
 """Files that appear whole or not at all, and system errors by whose fault they are."""
 
 import errno
+import math
 import mmap
 import os
 from collections.abc import Iterator
@@ -112,11 +113,19 @@ def file_system_now_s(folder: Path, clock: Clock) -> float:
 
 def old_files(folder: Path, suffix: str, clock: Clock) -> list[Path]:
     """Files of a folder with this suffix that nobody has written to for `TEMPORARY_AGE_S`."""
-    names = [Path(entry.path) for entry in os.scandir(folder) if entry.name.endswith(suffix)]
-    if not names:
+    with os.scandir(folder) as entries:
+        found = [entry for entry in entries if entry.name.endswith(suffix)]
+    if not found:
         return []
     newest_s = file_system_now_s(folder, clock) - TEMPORARY_AGE_S
-    return [path for path in names if path.exists() and path.stat().st_mtime < newest_s]
+    return [Path(entry.path) for entry in found if _written_s(entry) < newest_s]
+
+
+def _written_s(entry: os.DirEntry) -> float:
+    try:
+        return entry.stat().st_mtime
+    except FileNotFoundError:
+        return math.inf
 
 
 def accepts_direct_io(path: Path) -> bool:
