@@ -80,7 +80,9 @@ class MemoryPages:
         return self._medium.facts
 
     def close(self) -> None:
-        self._is_open = False
+        if self._is_open:
+            self.poll()
+            self._is_open = False
 
     def register(self, address: int, length_bytes: int) -> None:
         self._registered.add(address, length_bytes)

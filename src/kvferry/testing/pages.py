@@ -369,6 +369,19 @@ class PageStoreSuite:
         with pytest.raises(ConfigError, match="capacity_bytes"):
             place.store(Asked()).open()
 
+    def test_close_waits_for_what_is_in_flight(self, place, store, driver):
+        extents = [driver.extent(page_id(str(n)), Address(1, n), None, n) for n in range(4)]
+        for extent in extents:
+            driver.fill(extent)
+        store.submit_writes(extents)
+        store.close()
+        other = place.store()
+        other.open()
+        reader = Driver(other, GEOMETRY)
+        for extent in extents:
+            assert reader.read(extent.page, extent.address).result.outcome is Outcome.OK
+        other.close()
+
     def test_close_ends_use(self, store, driver):
         driver.store.submit_reads([driver.extent(page_id("a"), HOME)])
         store.close()
