@@ -14,6 +14,7 @@ CATALOG_VERBS = (
     "open",
     "attach",
     "lookup",
+    "lookup_packed",
     "reserve",
     "commit",
     "abort",
@@ -25,6 +26,7 @@ CATALOG_VERBS = (
     "shrunk",
     "adopt",
     "stats",
+    "snapshot",
 )
 
 

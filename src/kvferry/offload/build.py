@@ -12,6 +12,7 @@ from pathlib import Path
 
 from kvferry import _native
 from kvferry.catalog.base import Catalog
+from kvferry.catalog.measured import MeasuredCatalog
 from kvferry.catalog.open import open_url as make_catalog
 from kvferry.catalog.runner import Runner, Ticket, TicketState
 from kvferry.clock import Clock
@@ -41,6 +42,7 @@ OPEN_WAIT_S = 15.0
 """How long a start waits for the catalog: longer than a silent owner's lease."""
 REOPEN_S = 5.0
 TEND_S = 1.0
+GAUGES_S = 10.0
 CLOSE_S = 2.0
 
 
@@ -56,9 +58,9 @@ class Backends:
         self.metrics = metrics
         self.pages: PageStore = _open_pages(config, clock, page_bytes)
         self.facts: StoreFacts = self.pages.open()
-        self.catalog: Catalog = make_catalog(
-            config.catalog_url(self.facts.store_id), clock, grace_s=config.grace_s
-        )
+        url = config.catalog_url(self.facts.store_id)
+        catalog = make_catalog(url, clock, grace_s=config.grace_s)
+        self.catalog: Catalog = MeasuredCatalog(catalog, clock, metrics)
         self.runner = Runner(clock, metrics)
         self._is_open = False
 
@@ -70,6 +72,14 @@ class Backends:
         if not self._is_open:
             log.warning("the catalog does not answer: starting without it")
             self.runner.periodic(opening, REOPEN_S)
+
+    def show_space(self) -> None:
+        """Gauges of what the store holds. On the runner thread."""
+        stats = self.catalog.stats()
+        page_count = sum(space.page_count for space in stats.spaces)
+        self.metrics.set("kvferry_pages", page_count)
+        self.metrics.set("kvferry_capacity_bytes", stats.capacity_bytes)
+        self.metrics.set("kvferry_used_bytes", self.pages.used_bytes())
 
     def close(self) -> None:
         self.runner.close(CLOSE_S)
@@ -156,6 +166,7 @@ def open_planner(config: Config, clock: Clock, metrics: Metrics, rank_count: int
     backends.start(tenure.begin)
     backends.runner.periodic(tenure.beat, OWNER_LEASE_S / 4)
     backends.runner.periodic(planner.tend, TEND_S)
+    backends.runner.periodic(backends.show_space, GAUGES_S)
     return planner
 
 
