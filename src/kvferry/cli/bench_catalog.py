@@ -56,7 +56,7 @@ def run(folder: Path, page_count: int, round_count: int) -> dict[str, Any]:
     figures = {
         "pages": chain_count * CHAIN_COUNT,
         "keys_per_lookup": CHAIN_COUNT,
-        "data_mib": (folder / "data.mdb").stat().st_size >> 20,
+        "data_bytes": (folder / "data.mdb").stat().st_size,
         "store": filling.figures(),
         "lookup_ms": lookups(catalog, clock, chains, round_count),
         "touch_ms": touches(catalog, clock, chains, round_count),
