@@ -1,7 +1,6 @@
 """The measurement measures: every figure of a tiny catalog is there and is a duration or a rate."""
 
 from kvferry.cli import bench_catalog
-from kvferry.clock import SystemClock
 
 
 def leaves(value):
