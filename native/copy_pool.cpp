@@ -19,8 +19,10 @@ uint64_t CopyPool::submit(const BlockMap& map, bool is_gather, std::vector<Piece
   job->number = ++last_job_;
   if (piece_count == 0) done_.push_back(job->number);
   if (piece_count > 0) unfinished_.insert(job->number);
-  for (size_t i = 0; i < piece_count; ++i) queue_.push_back({job, i});
-  queued_.notify_all();
+  for (size_t i = 0; i < piece_count; ++i) {
+    queue_.push_back({job, i});
+    queued_.notify_one();
+  }
   return job->number;
 }
 

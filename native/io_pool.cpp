@@ -80,8 +80,8 @@ uint64_t IoPool::submit(Queue& queue, std::vector<Task> tasks) {
     tasks[i].result.job = last_job_;
     tasks[i].result.index = i;
     queue.tasks.push_back(std::move(tasks[i]));
+    queue.filled.notify_one();
   }
-  queue.filled.notify_all();
   return last_job_;
 }
 

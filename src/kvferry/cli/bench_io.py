@@ -1,0 +1,333 @@
+"""Measures the I/O pool against fio and NIXL, and block copies against memcpy.
+
+All contenders of a plan work on one file with the same block, depth and direct flag, one after
+the other in each round; what is compared are medians over the rounds. The pool does its real work
+(checksums, headers, verification); fio and NIXL move bytes. The file is laid out once and never
+changes its size.
+"""
+
+import ctypes
+import json
+import mmap
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from kvferry import _native
+from kvferry.clock import Clock
+from kvferry.errors import ConfigError, InternalError
+from kvferry.layout import PageGeometry
+from kvferry.pages import header
+from kvferry.pages.base import PageId
+
+GIB = 1 << 30
+FIO_ENGINES = ("psync", "io_uring", "libaio")
+RESULT_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What every contender does: the whole file once, block by block, `depth` blocks at a time.
+
+    A block is one slice: a header of 4 KiB and `payload_bytes`, a multiple of 4,096.
+    """
+
+    path: Path
+    payload_bytes: int
+    block_count: int
+    depth: int
+    is_direct: bool
+    round_count: int
+
+    @property
+    def geometry(self) -> PageGeometry:
+        return PageGeometry(slice_count=1, payload_bytes=self.payload_bytes, chunk_tokens=1)
+
+    @property
+    def block_bytes(self) -> int:
+        return self.geometry.slice_bytes
+
+    @property
+    def file_bytes(self) -> int:
+        return self.block_count * self.block_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One pass over `moved_bytes`."""
+
+    moved_bytes: int
+    elapsed_s: float
+    cpu_s: float
+
+    @property
+    def gb_per_s(self) -> float:
+        return self.moved_bytes / self.elapsed_s / 1e9
+
+    @property
+    def cpu_s_per_gib(self) -> float:
+        return self.cpu_s / (self.moved_bytes / GIB)
+
+
+class Contender(Protocol):
+    """Someone who can pass over the plan's file."""
+
+    name: str
+
+    def run(self, plan: Plan, is_read: bool) -> Sample: ...
+
+
+class Memory:
+    """Page-aligned anonymous memory with every page touched; unmapped with its last view."""
+
+    def __init__(self, length_bytes: int):
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+        self.view = mmap.mmap(-1, length_bytes, flags)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.view))
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """kvferry's own threads, `depth` of them, and one more block each to take up next."""
+
+    clock: Clock
+    verifies: bool = True
+
+    @property
+    def name(self) -> str:
+        return "kvferry" if self.verifies else "kvferry without verification"
+
+    def run(self, plan: Plan, is_read: bool) -> Sample:
+        memory = Memory(2 * plan.depth * plan.block_bytes)
+        descriptor = os.open(plan.path, os.O_RDWR | (os.O_DIRECT if plan.is_direct else 0))
+        pool = _native.IoPool(plan.depth, plan.depth)
+        try:
+            return self._pass(plan, is_read, pool, _operations(plan, descriptor, memory.address))
+        finally:
+            pool.close(RESULT_TIMEOUT_S)
+            os.close(descriptor)
+
+    def _pass(self, plan: Plan, is_read: bool, pool: Any, operation: Callable) -> Sample:
+        known = None if self.verifies else [0]
+
+        def submit(block: int, place: int) -> None:
+            operations = [operation(block, place)]
+            if is_read:
+                job = pool.submit_reads(operations, self.verifies)
+            else:
+                job = pool.submit_writes(operations, known)
+            places[job] = place
+
+        places: dict[int, int] = {}
+        start_s, start_cpu_s = self.clock.now_s(), _cpu_s(resource.RUSAGE_SELF)
+        begun_count = min(2 * plan.depth, plan.block_count)
+        for block in range(begun_count):
+            submit(block, block)
+        while places:
+            for job, _, outcome, errno, _ in pool.wait(RESULT_TIMEOUT_S):
+                if outcome:
+                    raise InternalError("bench", "a block failed", outcome=outcome, errno=errno)
+                place = places.pop(job)
+                if begun_count < plan.block_count:
+                    submit(begun_count, place)
+                    begun_count += 1
+        elapsed_s = self.clock.now_s() - start_s
+        return Sample(plan.file_bytes, elapsed_s, _cpu_s(resource.RUSAGE_SELF) - start_cpu_s)
+
+
+def _operations(plan: Plan, descriptor: int, address: int) -> Callable[[int, int], tuple]:
+    page = PageId(bytes(32), bytes(32), bytes(32), 0, 0, bytes(16))
+    template = header.template(page, plan.geometry)
+    size, payload = plan.block_bytes, plan.payload_bytes
+    return lambda block, place: (
+        descriptor,
+        block * size,
+        address + place * size,
+        0,
+        1,
+        size,
+        payload,
+        template,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Fio:
+    """One engine of fio. Synchronous engines get their depth from threads."""
+
+    engine: str
+
+    @property
+    def name(self) -> str:
+        return f"fio {self.engine}"
+
+    def run(self, plan: Plan, is_read: bool) -> Sample:
+        start_cpu_s = _cpu_s(resource.RUSAGE_CHILDREN)
+        report = _fio(self._arguments(plan, is_read, plan.block_count))
+        cpu_s = _cpu_s(resource.RUSAGE_CHILDREN) - start_cpu_s
+        idle_cpu_s = self._startup_cpu_s(plan, is_read)
+        side = report["jobs"][0]["read" if is_read else "write"]
+        return Sample(side["io_bytes"], side["runtime"] / 1e3, max(cpu_s - idle_cpu_s, 0.0))
+
+    def _startup_cpu_s(self, plan: Plan, is_read: bool) -> float:
+        """What fio takes for itself: a run over one block for each thread."""
+        start_cpu_s = _cpu_s(resource.RUSAGE_CHILDREN)
+        _fio(self._arguments(plan, is_read, plan.depth))
+        return _cpu_s(resource.RUSAGE_CHILDREN) - start_cpu_s
+
+    def _arguments(self, plan: Plan, is_read: bool, block_count: int) -> list[str]:
+        share_bytes = block_count // plan.depth * plan.block_bytes
+        is_synchronous = self.engine == "psync"
+        return [
+            "--name=pass",
+            f"--filename={plan.path}",
+            f"--rw={'read' if is_read else 'write'}",
+            f"--ioengine={self.engine}",
+            f"--bs={plan.block_bytes}",
+            f"--direct={int(plan.is_direct)}",
+            f"--numjobs={plan.depth if is_synchronous else 1}",
+            f"--iodepth={1 if is_synchronous else plan.depth}",
+            f"--size={share_bytes if is_synchronous else share_bytes * plan.depth}",
+            f"--offset_increment={share_bytes if is_synchronous else 0}",
+            "--iomem_align=4096",
+            "--thread",
+            "--group_reporting",
+            "--overwrite=1",
+            "--fallocate=none",
+            "--scramble_buffers=0",
+            "--invalidate=0",
+        ]
+
+
+def _fio(arguments: Sequence[str]) -> dict:
+    command = ["fio", "--output-format=json", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ConfigError("bench", f"fio failed: {done.stderr.strip() or done.stdout.strip()}")
+    return json.loads(done.stdout)
+
+
+@dataclass(frozen=True, slots=True)
+class Nixl:
+    """NIXL's POSIX backend, in a program of its own (benchmarks/nixl_posix.py)."""
+
+    python: str
+    program: Path
+
+    name = "NIXL POSIX"
+
+    def run(self, plan: Plan, is_read: bool) -> Sample:
+        command = [
+            self.python,
+            self.program,
+            "read" if is_read else "write",
+            plan.path,
+            str(plan.block_bytes),
+            str(plan.block_count),
+            str(plan.depth),
+            str(int(plan.is_direct)),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ConfigError("bench", f"NIXL failed: {done.stderr.strip()[-500:]}")
+        found = json.loads(done.stdout.splitlines()[-1])
+        return Sample(plan.file_bytes, found["elapsed_s"], found["cpu_s"])
+
+
+def available(
+    clock: Clock, nixl_program: Path | None, nixl_python: str = sys.executable
+) -> tuple[list[Contender], list[str]]:
+    """Who can take part here, and a line for each who cannot. kvferry comes last, so that a pass
+    that writes leaves a file that it can verify."""
+    contenders: list[Contender] = []
+    skipped = []
+    if shutil.which("fio"):
+        contenders += [Fio(engine) for engine in FIO_ENGINES]
+    else:
+        skipped.append("fio is not installed (Debian: apt-get install fio)")
+    probe = [nixl_python, "-c", "import nixl_cu12._api"]
+    if nixl_program and subprocess.run(probe, capture_output=True, check=False).returncode == 0:
+        contenders.append(Nixl(nixl_python, nixl_program))
+    else:
+        skipped.append("NIXL is not installed (pip install nixl-cu12)")
+    return [*contenders, Pool(clock, verifies=False), Pool(clock)], skipped
+
+
+def measure(
+    plan: Plan, contenders: Sequence[Contender], on_pass: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
+    """Lays the file out, runs all rounds and removes the file. `on_pass` is called after each
+    pass: there are round_count * 2 * len(contenders)."""
+    samples: dict[tuple[str, bool], list[Sample]] = {}
+    try:
+        _lay_out(plan)
+        for _ in range(plan.round_count):
+            for is_read in (False, True):
+                for contender in contenders:
+                    sample = contender.run(plan, is_read)
+                    samples.setdefault((contender.name, is_read), []).append(sample)
+                    on_pass()
+    finally:
+        plan.path.unlink(missing_ok=True)
+    return _report(plan, samples)
+
+
+def _lay_out(plan: Plan) -> None:
+    content = os.urandom(1 << 20)
+    with plan.path.open("wb") as file:
+        for _ in range(-(-plan.file_bytes // len(content))):
+            file.write(content)
+        file.truncate(plan.file_bytes)
+        os.fsync(file.fileno())
+
+
+def _report(plan: Plan, samples: dict[tuple[str, bool], list[Sample]]) -> dict[str, Any]:
+    verbs = {
+        "read" if is_read else "write": {
+            name: _medians(taken) for (name, verb), taken in samples.items() if verb == is_read
+        }
+        for is_read in (False, True)
+    }
+    return {
+        "folder": str(plan.path.parent),
+        "block_bytes": plan.block_bytes,
+        "file_bytes": plan.file_bytes,
+        "depth": plan.depth,
+        "direct": plan.is_direct,
+        "rounds": plan.round_count,
+        "results": verbs,
+        "ratios_to_best_fio": {verb: _ratios(medians) for verb, medians in verbs.items()},
+    }
+
+
+def _medians(samples: Sequence[Sample]) -> dict[str, float]:
+    return {
+        "gb_per_s": round(statistics.median(s.gb_per_s for s in samples), 3),
+        "cpu_s_per_gib": round(statistics.median(s.cpu_s_per_gib for s in samples), 4),
+    }
+
+
+def _ratios(medians: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Of everyone to the fio engine with the highest rate: rate, and CPU time for a byte."""
+    engines = [found for name, found in medians.items() if name.startswith("fio ")]
+    if not engines:
+        return {}
+    best = max(engines, key=lambda found: found["gb_per_s"])
+    return {
+        name: {
+            field: round(found[field] / best[field], 3) if best[field] else 0.0 for field in found
+        }
+        for name, found in medians.items()
+    }
+
+
+def _cpu_s(who: int) -> float:
+    usage = resource.getrusage(who)
+    return usage.ru_utime + usage.ru_stime
