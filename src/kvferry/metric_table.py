@@ -276,10 +276,10 @@ _CONDITION = (
         "Slower and takes host memory; use a file system with direct I/O, or set `direct_io`.",
     ),
     _gauge(
-        "load_bytes_per_second",
-        "bytes per second",
+        "load_tokens_per_second",
+        "tokens per second",
         "Load speed as the cost model measured it.",
-        "Compare with `kvferry bench io`.",
+        "Low: run `kvferry bench io`.",
     ),
     _gauge(
         "prefill_tokens_per_second",

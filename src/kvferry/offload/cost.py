@@ -15,26 +15,28 @@ PROBE_EVERY = 16
 
 
 class CostModel:
+    """`load_tokens_per_s`, `prefill_tokens_per_s`: the averages; 0 while unknown."""
+
     def __init__(self, is_enabled: bool):
         self._is_enabled = is_enabled
-        self._load_tokens_per_s = 0.0
-        self._prefill_tokens_per_s = 0.0
+        self.load_tokens_per_s = 0.0
+        self.prefill_tokens_per_s = 0.0
         self._declined_count = 0
 
     def saw_load(self, tokens: int, duration_s: float) -> None:
         if tokens and duration_s > 0:
-            self._load_tokens_per_s = _blend(self._load_tokens_per_s, tokens / duration_s)
+            self.load_tokens_per_s = _blend(self.load_tokens_per_s, tokens / duration_s)
 
     def saw_step(self, tokens: int, duration_s: float) -> None:
         if tokens >= PREFILL_TOKENS_MIN and duration_s > 0:
-            self._prefill_tokens_per_s = _blend(self._prefill_tokens_per_s, tokens / duration_s)
+            self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, tokens / duration_s)
 
     def pays(self) -> bool:
         """Whether loading tokens is expected to take less time than computing them."""
-        is_known = self._load_tokens_per_s and self._prefill_tokens_per_s
+        is_known = self.load_tokens_per_s and self.prefill_tokens_per_s
         if not self._is_enabled or not is_known:
             return True
-        if self._load_tokens_per_s > self._prefill_tokens_per_s:
+        if self.load_tokens_per_s > self.prefill_tokens_per_s:
             return True
         self._declined_count += 1
         return self._declined_count % PROBE_EVERY == 0

@@ -102,6 +102,8 @@ class Jobs:
 
     def report(self) -> Report | None:
         """What there is to say, once; None if nothing."""
+        used_bytes = self._staging.taken_count * self._staging.slot_bytes
+        self._metrics.set("kvferry_staging_used_bytes", used_bytes)
         identities = (self._identity,) if self._identity else ()
         if not (identities or self._failed_keys or self._loaded_tokens):
             return None
@@ -132,7 +134,7 @@ class Jobs:
         for stage, group_index, namespace in plan.parts:
             part = self._parts.get((stage, group_index))
             self._by_index.append(part and part.renamed(namespace))
-        self._stores.watch({part.copier for part in self._parts.values()})
+        self._stores.watch(part.copier for part in self._parts.values())
 
     def _add_stores(self, stores: Sequence[Store]) -> None:
         for store in stores:

@@ -106,6 +106,8 @@ class Matcher:
             if record.answer is None:
                 record.answer, record.answer_version = record.ticket.value, -1
                 record.answered_s = now_s
+                asked_s = record.deadline_s - self._config.lookup_deadline_s
+                self._metrics.observe("kvferry_lookup_seconds", now_s - asked_s)
                 self._trusted(record)
                 self.adopt_keys(record)
                 self._touch(record.answer)

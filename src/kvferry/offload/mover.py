@@ -89,6 +89,8 @@ class Mover:
             self._loads.read(reads)
         self._commit()
         self._settle_commits()
+        self._metrics.set("kvferry_loads_pending", self._loads.pending_count)
+        self._metrics.set("kvferry_stores_pending", self._stores.pending_count)
         return moved or bool(results)
 
     def _run(self) -> None:

@@ -151,6 +151,8 @@ class Planner:
         if self._admitted:
             self._note_parked(step)
         self._refill(now_s)
+        pool_count = sum(len(pool) for pool in self._stores.pools)
+        self._metrics.set("kvferry_slots_reserved_ahead", pool_count)
         return self._take_plan(step, stores)
 
     def finished(self, request_id: str, tables: Sequence[Sequence[int]] | None = None) -> None:
@@ -184,6 +186,8 @@ class Planner:
                 self._matcher.stop_waiting()
                 log.error("kvferry stands aside: %s", error)
         self._cost.saw_load(report.loaded_tokens, report.loading_s)
+        self._metrics.set("kvferry_load_tokens_per_second", self._cost.load_tokens_per_s)
+        self._metrics.set("kvferry_prefill_tokens_per_second", self._cost.prefill_tokens_per_s)
         for _, key in report.failed_keys:
             self._quarantine.add(key)
             self._stores.forget(key)
@@ -222,7 +226,7 @@ class Planner:
 
     def is_idle(self) -> bool:
         """Nothing is left but the reservation pool."""
-        return not (self._records or self._loads or self._late_stores or self._refills)
+        return not (self._records or self._loads or self._late_stores)
 
     # Requests
 
