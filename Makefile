@@ -40,7 +40,7 @@ test-all: $(BUILT)
 		$(VENV)/bin/python -m pytest -m "" --durations=25
 
 bench: $(BUILT)
-	for what in io catalog scheduler; do \
+	for what in io copies catalog scheduler; do \
 		$(VENV)/bin/kvferry bench $$what --json > benchmarks/bench-$$what.json.new; \
 		mv benchmarks/bench-$$what.json.new benchmarks/bench-$$what.json; \
 	done

@@ -58,6 +58,33 @@ def io(
 
 
 @app.command()
+def copies(
+    rounds: Annotated[int, typer.Option(min=1, help="Passes of each contender.")] = 25,
+    as_json: options.AsJson = False,
+) -> None:
+    """Gather and scatter against memcpy."""
+    from kvferry.cli import bench_copies  # noqa: PLC0415 - needs the native extension
+
+    clock = SystemClock()
+    show({**machine(clock), "copies": bench_copies.measure(clock, rounds)}, as_json=as_json)
+
+
+@app.command()
+def catalog(
+    folder: Folder = None,
+    pages: Annotated[int, typer.Option(min=1, help="Pages in the catalog.")] = 200_000,
+    rounds: Annotated[int, typer.Option(min=2, help="Calls of each kind.")] = 50,
+    as_json: options.AsJson = False,
+) -> None:
+    """The embedded catalog: lookups, stores and touches, alone and crowded."""
+    from kvferry.cli import bench_catalog  # noqa: PLC0415 - as its siblings
+
+    with TemporaryDirectory(dir=folder) as scratch:
+        result = bench_catalog.run(Path(scratch), pages, rounds)
+    show({**machine(SystemClock()), **result}, as_json=as_json)
+
+
+@app.command()
 def scheduler(
     folder: Folder = None,
     requests: Annotated[int, typer.Option(min=1, help="Requests that decode.")] = 256,
@@ -81,7 +108,7 @@ def machine(clock: Clock) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": memory_bytes >> 30,
         "architecture": platform.machine(),
-        "kernel": platform.release(),
+        "kernel": ".".join(platform.release().split(".")[:2]),
         "python": platform.python_version(),
         "kvferry": kvferry.__version__,
     }
@@ -99,7 +126,9 @@ def lines(result: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     """Values as text; the innermost ones of one name on one line."""
     found = []
     for name, value in result.items():
-        if not isinstance(value, Mapping):
+        if isinstance(value, list) and value and isinstance(value[0], Mapping):
+            found += lines({str(index): row for index, row in enumerate(value)}, f"{prefix}{name} ")
+        elif not isinstance(value, Mapping):
             found.append((prefix + name, str(value)))
         elif any(isinstance(inner, Mapping) for inner in value.values()):
             found += lines(value, f"{prefix}{name}: ")
