@@ -65,6 +65,9 @@ def test_records_come_back_as_they_were():
     assert records.unpack_segment(9, records.pack_segment(HEAT)) == HEAT
     assert records.unpack_cold(records.cold_key(7, PAGE)) == (3, Address(1, 2))
     assert records.packed_hit(PAGE.pack()) == PACKED_HIT.pack(1, 2, b"g" * 16)
+    assert records.packed_age(PAGE.pack()) == records.pack_age(3)
+    assert records.packed_age(records.ABSENT_PAGE) == records.NO_AGE
+    assert len(records.ABSENT_PAGE) == len(PAGE.pack())
 
 
 def spoil_page(tables):

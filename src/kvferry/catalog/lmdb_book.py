@@ -30,6 +30,7 @@ from kvferry.catalog.lmdb_records import (
     GRACE,
     LEASE,
     META_KEY,
+    NO_AGE,
     NO_KEY,
     Meta,
     PageRow,
@@ -40,8 +41,10 @@ from kvferry.catalog.lmdb_records import (
     cold_key,
     free_key,
     number_key,
+    pack_age,
     pack_published,
     pack_segment,
+    packed_age,
     packed_hit,
     page_suffix,
     unpack_cold,
@@ -166,12 +169,9 @@ class LmdbBook:
 
     def stale(self, namespace: bytes, keys: Sequence[bytes]) -> list[bytes]:
         """Those whose pages `touch` would change."""
-        values = self._page_values(namespace, keys)
-        return [
-            key
-            for key, value in zip(keys, values, strict=True)
-            if value != ABSENT_PAGE and PageRow.unpack(value).age < self._age
-        ]
+        fresh = (pack_age(self._age), NO_AGE)
+        ages = list(map(packed_age, self._page_values(namespace, keys)))
+        return [key for key, age in zip(keys, ages, strict=True) if age not in fresh]
 
     def touch(self, namespace: bytes, keys: Sequence[bytes]) -> None:
         for key in keys:

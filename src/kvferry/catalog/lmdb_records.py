@@ -48,9 +48,14 @@ _TIMER = struct.Struct(">dBII")
 _COLD = struct.Struct(">IIIII")
 _CHUNK_MAX = 2**32 - 1
 
-ABSENT_PAGE = bytes(_PAGE.size)
 packed_hit = itemgetter(slice(PACKED_HIT.size))
-"""The `PACKED_HIT` at the start of a packed `PageRow`; zeros of zeros."""
+"""The `PACKED_HIT` at the start of a packed `PageRow`."""
+packed_age = itemgetter(slice(24, 28))
+"""Its age, as `pack_age` makes it."""
+pack_age = struct.Struct("<I").pack
+NO_AGE = pack_age(2**32 - 1)
+ABSENT_PAGE = bytes(24) + NO_AGE + bytes(36)
+"""Stands for a page that is not there: its hit is a miss, its age is none."""
 
 
 class Meta(NamedTuple):
