@@ -76,13 +76,13 @@ def test_a_gauge_is_drained_when_it_moves():
 
 def test_snapshots_survive_json_and_merge_over_ranks():
     ranks = [Metrics(), Metrics()]
-    for pending, rank in enumerate(ranks):
+    for pending, rank in enumerate(ranks, 1):
         rank.count(LOADED, 64)
         rank.set("kvferry_loads_pending", pending)
         rank.observe(LOAD, 0.5)
     merged = merge(json.loads(json.dumps(rank.snapshot())) for rank in ranks)
     assert merged[LOADED] == {"": 128}
-    assert merged["kvferry_loads_pending"] == {"": 1}
+    assert merged["kvferry_loads_pending"] == {"": 2}
     assert sum(count for count, _ in merged[LOAD][""]) == 2
 
 
