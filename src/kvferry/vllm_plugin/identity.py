@@ -22,7 +22,7 @@ from kvferry.vllm_plugin import versions
 from kvferry.vllm_plugin.refusals import group_kind
 from kvferry.vllm_plugin.regions import OPAQUE_BACKENDS, as_blocks, content_order, region
 
-CHUNK_BLOCKS_PER_WINDOW_MIN = 2
+CHUNKS_PER_WINDOW_MIN = 2
 """A windowed group's chunk is at most half its window: the window before a boundary is what a hit
 needs, and with larger chunks most of what is loaded would lie before it."""
 
@@ -90,8 +90,7 @@ def _local_part(
     group = kv_cache_config.kv_cache_groups[group_index]
     spec = versions.layer_specs(group)[0]
     heads = heads_of(group, vllm_config.model_config, rank)
-    window = getattr(spec, "sliding_window", None) if group_kind(group) != "MLA" else None
-    window = window if group_kind(group) == "sliding window" else None
+    window = spec.sliding_window if group_kind(group) == "sliding window" else None
     layers = _layers(vllm_config, group, kv_cache_config.num_blocks, kv_caches, heads)
     block_tokens = group.kv_cache_spec.block_size
     block_head_bytes = sum(layer.region.block_head_bytes for layer in layers)
@@ -148,7 +147,7 @@ def chunk_tokens_of(
             f"chunk_tokens: expected a multiple of the block size {block_tokens}, got {chunk}",
             key="chunk_tokens",
         )
-    limit = window_tokens // CHUNK_BLOCKS_PER_WINDOW_MIN if window_tokens else chunk
+    limit = window_tokens // CHUNKS_PER_WINDOW_MIN if window_tokens else chunk
     while chunk > limit and chunk % (2 * block_tokens) == 0:
         chunk //= 2
     return chunk
