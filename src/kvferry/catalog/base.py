@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from kvferry.catalog.snapshot import Snapshot
+from kvferry.catalog.snapshot import SegmentEntry, Snapshot
 from kvferry.errors import ConfigError, IncompatibleError, InternalError, UnavailableError
 from kvferry.layout import Address
 
@@ -220,6 +220,9 @@ class Catalog(Protocol):
         known. Returns how many were taken. Raises ExhaustedError if the budget does not hold it."""
 
     def stats(self) -> CatalogStats: ...
+
+    def segments(self) -> dict[int, SegmentEntry]:
+        """All segments by number: cheap, whatever the number of pages."""
 
     def snapshot(self) -> Snapshot:
         """Everything, as plain values: for tests and `kvferry check`, slow where there is much.

@@ -28,7 +28,7 @@ from kvferry.catalog.lmdb_audit import Audit
 from kvferry.catalog.lmdb_book import LmdbBook
 from kvferry.catalog.lmdb_environment import Environment, Tables, boot_id
 from kvferry.catalog.lmdb_records import META_KEY, Meta
-from kvferry.catalog.snapshot import Snapshot
+from kvferry.catalog.snapshot import SegmentEntry, Snapshot
 from kvferry.clock import Clock
 from kvferry.errors import ClosedError, ConfigError
 from kvferry.layout import Address
@@ -216,6 +216,9 @@ class LmdbCatalog:
         with self._lock:
             counts = self._lookup_count, self._hit_count
         return self._read(lambda book: book.stats(*counts))
+
+    def segments(self) -> dict[int, SegmentEntry]:
+        return {heat.number: heat.entry for heat in self._read(LmdbBook.heats)}
 
     def snapshot(self) -> Snapshot:
         return self._opened().read(Audit).snapshot()

@@ -22,8 +22,7 @@ from kvferry.catalog.lmdb_records import (
     unpack_published,
     unpack_segment,
 )
-from kvferry.catalog.snapshot import PageEntry, ReservedEntry, SegmentEntry, Snapshot
-from kvferry.catalog.sweeping import SegmentHeat
+from kvferry.catalog.snapshot import PageEntry, ReservedEntry, Snapshot
 from kvferry.errors import CorruptError
 from kvferry.layout import Address
 
@@ -64,7 +63,7 @@ class Audit:
             capacity_bytes=self._meta.capacity_bytes,
             segment_bytes=self._meta.segment_bytes,
             namespaces=frozenset(self._spaces),
-            segments={n: _segment_entry(heat) for n, heat in self._segments.items()},
+            segments={number: heat.entry for number, heat in self._segments.items()},
             free=frozenset(map(unpack_free, self._free_keys)),
             reserved={address: _reserved_entry(row) for address, row in self._reserved.items()},
             graced=self._graced(),
@@ -109,10 +108,6 @@ class Audit:
             said = (heat.page_count, heat.reserved_count, heat.graced_count, heat.age_sum)
             if counted != said:
                 yield f"segment {number} says {said}, has {counted}"
-
-
-def _segment_entry(heat: SegmentHeat) -> SegmentEntry:
-    return SegmentEntry(heat.namespace, heat.state, heat.until_s, heat.slot_count)
 
 
 def _reserved_entry(row: ReservedRow) -> ReservedEntry:

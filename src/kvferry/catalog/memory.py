@@ -23,7 +23,7 @@ from kvferry.catalog.base import (
     check_segment_bytes,
 )
 from kvferry.catalog.memory_book import MemoryBook
-from kvferry.catalog.snapshot import Snapshot
+from kvferry.catalog.snapshot import SegmentEntry, Snapshot
 from kvferry.clock import Clock
 from kvferry.errors import ClosedError
 
@@ -119,6 +119,10 @@ class MemoryCatalog:
     def stats(self) -> CatalogStats:
         with self._use() as book:
             return book.stats()
+
+    def segments(self) -> dict[int, SegmentEntry]:
+        with self._use() as book:
+            return book.segments()
 
     def snapshot(self) -> Snapshot:
         with self._use() as book:

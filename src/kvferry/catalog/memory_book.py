@@ -387,15 +387,18 @@ class MemoryBook:
             evicted_count=self._counts["evicted"],
         )
 
+    def segments(self) -> dict[int, SegmentEntry]:
+        return {
+            number: SegmentEntry(s.namespace, s.state, s.until_s, s.slot_count)
+            for number, s in self._segments.items()
+        }
+
     def snapshot(self) -> Snapshot:
         return Snapshot(
             capacity_bytes=self.capacity_bytes,
             segment_bytes=self.segment_bytes,
             namespaces=frozenset(self._spaces),
-            segments={
-                number: SegmentEntry(s.namespace, s.state, s.until_s, s.slot_count)
-                for number, s in self._segments.items()
-            },
+            segments=self.segments(),
             free=frozenset(self._free),
             reserved={
                 address: ReservedEntry(r.generation, r.lease_end_s, r.key, frozenset(r.slices))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvferry.catalog.base import Space, SpaceStats
-from kvferry.catalog.snapshot import SegmentState
+from kvferry.catalog.snapshot import SegmentEntry, SegmentState
 
 
 @dataclass(slots=True)
@@ -31,6 +31,10 @@ class SegmentHeat:
     reserved_count: int
     graced_count: int
     age_sum: int
+
+    @property
+    def entry(self) -> SegmentEntry:
+        return SegmentEntry(self.namespace, self.state, self.until_s, self.slot_count)
 
     @property
     def mean_age(self) -> float:

@@ -87,11 +87,17 @@ class Pair:
         if is_grown and isinstance(number, int):
             self._both("grown", number)
 
-    def grown(self, segment: int) -> None:
-        self._both("grown", segment)
+    def grown(self, index: int) -> None:
+        """Says it of one of the segments that there are, or of the next."""
+        self._both("grown", self._some_segment(index))
 
-    def shrunk(self, segment: int) -> None:
-        self._both("shrunk", segment)
+    def shrunk(self, index: int) -> None:
+        self._both("shrunk", self._some_segment(index))
+
+    def _some_segment(self, index: int) -> int:
+        numbers = sorted(self._both("segments"))
+        numbers.append(numbers[-1] + 1 if numbers else 0)
+        return numbers[index % len(numbers)]
 
     def reserve(self, space: int, count: int, lease_s: float) -> None:
         namespace = SPACES[space].namespace
@@ -148,6 +154,7 @@ class Pair:
 
     def stats(self) -> None:
         self._both("stats")
+        self._both("segments")
 
 
 def _answer(verb: Callable, arguments: Sequence[Any]) -> Any:
@@ -189,13 +196,13 @@ class CatalogMachine(RuleBasedStateMachine):
     def attach(self, space):
         self.pair.attach(space)
 
-    @rule(segment=_segments)
-    def grown(self, segment):
-        self.pair.grown(segment)
+    @rule(index=_indices)
+    def grown(self, index):
+        self.pair.grown(index)
 
-    @rule(segment=_segments)
-    def shrunk(self, segment):
-        self.pair.shrunk(segment)
+    @rule(index=_indices)
+    def shrunk(self, index):
+        self.pair.shrunk(index)
 
     @rule(space=_spaces, count=st.integers(0, 6), lease_s=st.sampled_from(LEASES_S))
     def reserve(self, space, count, lease_s):
@@ -265,7 +272,8 @@ def random_life(pair: Pair, seed: int, step_count: int, check_every: int = 50) -
     verbs: dict[Callable, tuple[int, Callable[[], tuple]]] = {
         pair.attach: (2, lambda: (space(),)),
         pair.grow: (6, lambda: (space(), chance.random() < 0.9)),
-        pair.grown: (1, lambda: (chance.randrange(100),)),
+        pair.grown: (2, lambda: (chance.randrange(100),)),
+        pair.shrunk: (1, lambda: (chance.randrange(100),)),
         pair.reserve: (10, lambda: (space(), chance.randint(0, 6), chance.choice(LEASES_S))),
         pair.commit: (20, lambda: (chance.randrange(24), path(), 0, chance.randint(1, 3))),
         pair.store: (20, lambda: (space(), path())),

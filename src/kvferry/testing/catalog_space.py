@@ -37,8 +37,10 @@ class CatalogSpaceSuite(CatalogFixtures):
         number = catalog.grow(A.namespace)
         assert catalog.reserve(A.namespace, 1, LEASE_S) == []
         assert catalog.grown(number)
-        assert catalog.grown(number)
         assert driver.free_count() == A.slot_count
+        driver.store(chain("x", 2))
+        assert catalog.grown(number), "again: nothing changes"
+        assert driver.free_count() == A.slot_count - 2
 
     def test_a_segment_counts_until_its_file_is_gone(self, driver, catalog, clock):
         driver.grow(A, SEGMENTS_MAX)
