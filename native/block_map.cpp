@@ -21,27 +21,8 @@ Layer coalesced(Layer layer) {
   return layer;
 }
 
-// `count` runs; `kBytes`: their size where the compiler shall know it, or 0.
-template <bool kIsGather, size_t kBytes>
-void copy_runs(uint8_t* engine, size_t stride_bytes, uint8_t* page, size_t count, size_t bytes) {
-  const size_t run_bytes = kBytes ? kBytes : bytes;
-  for (; count > 0; --count, engine += stride_bytes, page += run_bytes) {
-    if (kIsGather) {
-      std::memcpy(page, engine, run_bytes);
-    } else {
-      std::memcpy(engine, page, run_bytes);
-    }
-  }
-}
-
-template <bool kIsGather>
-auto copier_of(size_t run_bytes) {
-  switch (run_bytes) {
-    case 128: return copy_runs<kIsGather, 128>;
-    case 256: return copy_runs<kIsGather, 256>;
-    case 512: return copy_runs<kIsGather, 512>;
-    default: return copy_runs<kIsGather, 0>;
-  }
+void prefetch(const uint8_t* data, size_t length_bytes) {
+  for (size_t i = 0; i < length_bytes; i += 64) __builtin_prefetch(data + i);
 }
 
 }  // namespace
@@ -69,31 +50,39 @@ void BlockMap::check_fits(size_t block_count) const {
   }
 }
 
-// Heads are inside of blocks here, though outside of them in a page: what one block holds is
-// near in engine memory, whichever of head and token is outside there.
 template <bool kIsGather>
 void BlockMap::copy(const std::vector<int64_t>& blocks, uint64_t address) const {
-  auto* page_layer = reinterpret_cast<uint8_t*>(address) + header_bytes_;
+  auto* page = reinterpret_cast<uint8_t*>(address) + header_bytes_;
   for (const Layer& layer : layers_) {
-    const auto copy_tokens = copier_of<kIsGather>(layer.content_bytes);
-    const size_t kernel_block_bytes = layer.block_tokens * layer.content_bytes;
-    for (size_t i = 0; i < blocks.size(); ++i) {
-      if (blocks[i] < 0) continue;
-      auto* engine_block = reinterpret_cast<uint8_t*>(layer.base_address) +
-                           blocks[i] * layer.kernel_blocks * layer.block_stride_bytes;
-      uint8_t* page_block = page_layer + i * layer.block_head_bytes();
-      for (size_t head = 0; head < head_count_; ++head) {
-        uint8_t* engine = engine_block + head * layer.head_stride_bytes;
-        uint8_t* page = page_block + head * slice_bytes_;
-        for (size_t k = 0; k < layer.kernel_blocks; ++k) {
-          copy_tokens(engine, layer.token_stride_bytes, page, layer.block_tokens,
-                      layer.content_bytes);
-          engine += layer.block_stride_bytes;
-          page += kernel_block_bytes;
-        }
+    for (const int64_t block : blocks) {
+      if (block >= 0) {
+        auto* engine = reinterpret_cast<uint8_t*>(layer.base_address) +
+                       block * layer.kernel_blocks * layer.block_stride_bytes;
+        copy_block<kIsGather>(layer, engine, page);
       }
+      page += layer.block_head_bytes();
     }
-    page_layer += blocks.size() * layer.block_head_bytes();
+  }
+}
+
+// Heads are innermost here, though outermost in a page: so a block is walked once, whichever of
+// head and token is outside there. The next token is fetched ahead, since its stride may be long.
+template <bool kIsGather>
+void BlockMap::copy_block(const Layer& layer, uint8_t* engine_block, uint8_t* page) const {
+  const size_t run_bytes = layer.content_bytes;
+  for (size_t k = 0; k < layer.kernel_blocks; ++k) {
+    for (size_t token = 0; token < layer.block_tokens; ++token) {
+      uint8_t* engine = engine_block + token * layer.token_stride_bytes;
+      for (size_t head = 0; head < head_count_; ++head) {
+        if (layer.block_tokens > 1) prefetch(engine + layer.token_stride_bytes, run_bytes);
+        uint8_t* target = kIsGather ? page + head * slice_bytes_ : engine;
+        const uint8_t* source = kIsGather ? engine : page + head * slice_bytes_;
+        std::memcpy(target, source, run_bytes);
+        engine += layer.head_stride_bytes;
+      }
+      page += run_bytes;
+    }
+    engine_block += layer.block_stride_bytes;
   }
 }
 
