@@ -26,6 +26,7 @@ CATALOG_VERBS = (
     "shrunk",
     "adopt",
     "stats",
+    "segments",
     "snapshot",
 )
 
