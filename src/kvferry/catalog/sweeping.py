@@ -91,6 +91,7 @@ def _make_room_for(book: Book, now_s: float, wanting: bytes, count: int, spare_c
             missing -= slot_count
         elif idle:
             book.empty(idle.pop(0))
+            heats = book.heats()
             spare_count += 1
         elif (victim := _coldest_namespace(book, heats, wanting)) is None:
             break

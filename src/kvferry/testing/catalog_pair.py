@@ -147,7 +147,7 @@ class Pair:
     def adopt(self, space: int, segment: int, path: Sequence[int]) -> None:
         keys = path_keys(path)
         pages = [
-            Page(key, parent, i, Address(segment, i), bytes([segment % 256, i]) * 8)
+            Page(key, parent, i, Address(segment, i), bytes([i + 1, segment % 256]) * 8)
             for i, (key, parent) in enumerate(zip(keys, [ROOT, *keys], strict=False))
         ]
         self._both("adopt", segment, SPACES[space].namespace, pages)
