@@ -13,6 +13,7 @@ from tests.e2e.engine import EngineProcess, connector
 CHUNK_TOKENS = 64
 CAPACITY_BYTES = 256 << 20
 PATIENCE_S = 60.0
+SEGMENT_BYTES_MIN = 1 << 20
 
 
 class Store:
@@ -44,6 +45,22 @@ class Store:
         """Returns when there are `count` pages. Fails if there are more, or never as many."""
         self._wait("pages", self.page_count, lambda found: found >= count)
         assert self.page_count() == count
+
+    def flip_bits(self, count: int = 3) -> None:
+        """One bit in each of `count` payload blocks, from the middle of each segment on."""
+        for path in sorted(self.pages.rglob("*")):
+            if path.is_file() and path.stat().st_size >= SEGMENT_BYTES_MIN:
+                content = bytearray(path.read_bytes())
+                payloads = [
+                    start
+                    for start in range(0, len(content), 4096)
+                    if any(content[start : start + 4096])
+                    and not content.startswith(b"kvferry", start)
+                ]
+                middle = len(payloads) // 2
+                for start in payloads[middle : middle + count]:
+                    content[start + 100] ^= 1
+                path.write_bytes(content)
 
     def make_ready(self, engine: EngineProcess, slot_count: int = 32) -> None:
         """Lets a fresh engine reserve slots, so that it stores all that it computes from now on:
