@@ -33,7 +33,7 @@ test: $(BUILT)
 	$(VENV)/bin/python -m pytest --durations=15
 
 test-fast: $(FAST_INSTALLED)
-	PYTHONPATH=src $(FAST)/bin/python -m pytest
+	PYTHONPATH=src $(FAST)/bin/python -m pytest -n auto
 
 test-all: $(BUILT)
 	$(VENV)/bin/python tools/record.py benchmarks/test-all.txt \

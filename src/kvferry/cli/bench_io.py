@@ -7,6 +7,7 @@ changes its size.
 """
 
 import ctypes
+import hashlib
 import json
 import mmap
 import os
@@ -280,7 +281,7 @@ def measure(
 
 
 def _lay_out(plan: Plan) -> None:
-    content = os.urandom(1 << 20)
+    content = hashlib.shake_128(b"incompressible").digest(1 << 20)
     with plan.path.open("wb") as file:
         for _ in range(-(-plan.file_bytes // len(content))):
             file.write(content)
