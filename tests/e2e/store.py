@@ -13,6 +13,8 @@ from tests.e2e.engine import EngineProcess, connector
 CHUNK_TOKENS = 64
 CAPACITY_BYTES = 256 << 20
 PATIENCE_S = 60.0
+UNHURRIED = {"lookup_deadline_s": 10.0, "store_deadline_s": 120.0, "reservation_lease_s": 300.0}
+"""Exact counts must not depend on how busy the machine is; tests of deadlines set their own."""
 SEGMENT_BYTES_MIN = 1 << 20
 
 
@@ -30,6 +32,7 @@ class Store:
             "catalog": self.catalog_url,
             "capacity_bytes": CAPACITY_BYTES,
             "chunk_tokens": CHUNK_TOKENS,
+            **UNHURRIED,
         }
         return {"kv_transfer_config": connector(**(options | extra))}
 

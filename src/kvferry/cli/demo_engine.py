@@ -13,7 +13,7 @@ from typing import Any
 
 from kvferry.clock import SystemClock
 
-ANSWER_TOKENS_MAX = 48
+ANSWER_TOKENS_MAX = 32
 EXTERNAL_HITS = "vllm:external_prefix_cache_hits"
 
 
