@@ -8,17 +8,17 @@ chunk of tokens is a hit only if every part that needs it can serve it. All mess
 `msgspec.Struct`s, encoded with msgpack: nothing here is pickled by its own rules.
 """
 
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
 
+from kvferry.catalog.base import PACKED_HIT
 from kvferry.keys import DIGEST_BYTES
 from kvferry.layout import Address, PageGeometry, Placement, Region
 
-SLOT = struct.Struct("<II16s")
-"""Segment, slot, generation."""
+SLOT = PACKED_HIT
+"""Segment, slot, generation; all zeros: none."""
 
 
 class Part(msgspec.Struct, frozen=True):

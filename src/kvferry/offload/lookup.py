@@ -87,6 +87,4 @@ class Lookup:
         if not self._request.is_readable:
             return PartAnswer(keys, bytes(SLOT.size * (len(keys) // DIGEST_BYTES)))
         names = [keys[i : i + DIGEST_BYTES] for i in range(0, len(keys), DIGEST_BYTES)]
-        hits = self._catalog.lookup(part.namespace, names)
-        packed = (SLOT.pack(*hit.address, hit.generation) if hit else ABSENT_SLOT for hit in hits)
-        return PartAnswer(keys, b"".join(packed))
+        return PartAnswer(keys, self._catalog.lookup_packed(part.namespace, names))

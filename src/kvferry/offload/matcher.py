@@ -4,7 +4,7 @@ A lookup is asked for once per request and kept until it was used or is void: af
 `stale_s` (slots that were evicted since may be reused), or when the namespace changes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvferry.catalog.base import Catalog
 from kvferry.catalog.runner import Runner, TicketState
@@ -168,7 +168,7 @@ class Matcher:
         self._metrics.count("kvferry_lookup_tokens_total", len(answer) * part.chunk_tokens)
         self._metrics.count("kvferry_hit_tokens_total", hit_count * part.chunk_tokens)
 
-    def load(self, record: Record, tables: list[list[int]], external_tokens: int) -> Load:
+    def load(self, record: Record, tables: Sequence[Sequence[int]], external_tokens: int) -> Load:
         """The load of `external_tokens` after the request's local ones; uses up the answer."""
         start, end = record.local_tokens, record.local_tokens + external_tokens
         spans = [
@@ -180,7 +180,12 @@ class Matcher:
         return Load(record.request_id, tuple(spans), start, end, self._config.load_deadline_s)
 
     def _span(
-        self, index: int, answer: PartAnswer, tables: list[list[int]], start: int, end: int
+        self,
+        index: int,
+        answer: PartAnswer,
+        tables: Sequence[Sequence[int]],
+        start: int,
+        end: int,
     ) -> Span:
         part = self._parts[index]
         first = first_needed_chunk(part, start, end)

@@ -93,7 +93,6 @@ class Planner:
         self._refills: dict[int, Refill] = {}
         self._refill_after_s = 0.0
         self._loads: list[Load] = []
-        self._load_blocks: set[int] = set()
         self._admitted: dict[str, Sequence[Sequence[int]]] = {}
         self._late_stores: list[Store] = []
         self._must_drop = False
@@ -129,17 +128,14 @@ class Planner:
         self._admitted[request_id] = tables
         if external_tokens == 0 or record.answer is None:
             return
-        load = self._matcher.load(record, [list(table) for table in tables], external_tokens)
-        self._loads.append(load)
-        for span in load.spans:
-            self._load_blocks.update(block for block in span.blocks if block > 0)
+        self._loads.append(self._matcher.load(record, tables, external_tokens))
 
     def build(self, step: Step) -> Plan:
         """The plan of this step."""
         now_s = self._clock.now_s()
         self._measure(step, now_s)
         self._collect_refills(now_s)
-        self._origins.allocated(step.new_blocks | self._load_blocks)
+        self._origins.allocated(step.new_blocks)
         stores: list[Store] = []
         for scheduled in step.scheduled:
             record = self._records.get(scheduled.request_id)
@@ -200,6 +196,7 @@ class Planner:
         self._metrics.count("kvferry_namespace_resets_total")
         self._must_drop = True
         self._late_stores = []
+        self._origins.forget()
         self._give_back_pools()
         name, self._weights_name = self._weights_name, None
         self._agreement.rename(name.encode() if name else self._clock.random_bytes(32))
@@ -234,7 +231,7 @@ class Planner:
         parts = self._agreement.parts
         self._matcher.use(parts)
         self._stores.use(parts)
-        self._origins.restart(parts)
+        self._origins.agree(parts)
         self._refills.clear()
         self._wanted = {}
         slots_in_all = self._facts.capacity_bytes // max(self._slot_bytes(part) for part in parts)
@@ -312,12 +309,8 @@ class Planner:
         """Of a request that was just admitted. What lies between what the engine had and what it
         computes first, and was not loaded by us, a sibling connector has loaded."""
         tables = step.tables(record.request_id)
-        is_ours = (
-            computed_tokens <= max(record.local_tokens, record.loaded_end)
-            and self._origins.are_ours(tables, record.local_tokens)
-            and self._origins.are_ours(tables, computed_tokens)
-        )
-        if not is_ours:
+        is_known = computed_tokens <= max(record.local_tokens, record.loaded_end)
+        if not (is_known and self._origins.are_ours(tables, computed_tokens)):
             record.is_storable = False
             self._origins.disown(tables, record.local_tokens, computed_tokens)
 
@@ -340,10 +333,10 @@ class Planner:
             stores=tuple(stores),
             late_stores=tuple(self._late_stores),
             loads=tuple(self._loads),
-            overwritten=tuple(step.new_blocks | self._load_blocks),
+            overwritten=tuple(step.new_blocks),
             drop_stores=self._must_drop,
         )
-        self._loads, self._late_stores, self._load_blocks = [], [], set()
+        self._loads, self._late_stores = [], []
         self._must_drop = False
         return plan
 

@@ -62,7 +62,7 @@ class StoreJobs:
         self._lock = threading.Lock()
         self._queue: deque[StoreJob] = deque()
         self._by_block: dict[int, list[StoreJob]] = {}
-        self._copiers: set[Copier] = set()
+        self._copiers: list[Copier] = []
         self._copies: dict[tuple[Copier, int], StoreJob] = {}
         self._gathered: list[StoreJob] = []
         self._writes: dict[tuple[int, int], StoreJob] = {}
@@ -72,7 +72,7 @@ class StoreJobs:
         """These are all copiers of the rank: whatever they return is taken from them, scatters
         too, whose loads have waited for them."""
         with self._lock:
-            self._copiers.update(copiers)
+            self._copiers = list(copiers)
 
     # Engine's thread
 
@@ -93,7 +93,7 @@ class StoreJobs:
         """When this returns, no store needs one of these blocks any more."""
         with self._lock:
             blocks = self._by_block.keys() & set(overwritten)
-            jobs = {job for block in blocks for job in self._by_block[block]}
+            jobs = list(dict.fromkeys(job for block in blocks for job in self._by_block[block]))
             if not jobs:
                 return
             for job in jobs:
@@ -101,7 +101,7 @@ class StoreJobs:
                     self._drop(job, "fenced")
             gathers = [job for job in jobs if job.stage is Stage.GATHERING]
         started_s = self._clock.now_s()
-        for copier in {job.part.copier for job in gathers}:
+        for copier in dict.fromkeys(job.part.copier for job in gathers):
             mine = [job for job in gathers if job.part.copier is copier]
             if not copier.finish([job.copy for job in mine], FENCE_TIMEOUT_S):
                 self._give_up(mine)

@@ -72,7 +72,7 @@ class ReferenceCopier:
 
     def _chosen(self) -> list[int]:
         jobs = list(self._waiting)
-        if self._chance is None:
+        if self._chance is None or not jobs:
             return jobs
         return self._chance.sample(jobs, self._chance.randint(0, len(jobs)))
 

@@ -1,0 +1,37 @@
+"""A second connector beside kvferry, as under MultiConnector, whose loads are wrong: what it
+loads, and what is computed on top of it, must never be stored."""
+
+from kvferry.testing.clock import Chance
+from kvferry.testing.world.requests import Load, SimRequest
+from kvferry.testing.world.shape import BLOCK_TOKENS
+
+
+class Sibling:
+    """`chance_of_hit`: of each request, at its first admission and again after a preemption.
+    `pending`: loads that have begun and end when somebody ends them."""
+
+    def __init__(self, chance: Chance, chance_of_hit: float):
+        self._chance = chance
+        self._chance_of_hit = chance_of_hit
+        self._offers: dict[tuple[str, int], int] = {}
+        self._load_count = 0
+        self.pending: list[tuple[SimRequest, Load]] = []
+
+    def match(self, request: SimRequest, computed_tokens: int) -> int:
+        """Tokens beyond `computed_tokens`, in whole blocks; the same answer each time."""
+        name = (request.request_id, request.admission)
+        if name not in self._offers:
+            boundary = 0
+            if self._chance.random() < self._chance_of_hit:
+                boundary = self._chance.randrange(len(request.tokens)) // BLOCK_TOKENS
+            self._offers[name] = boundary * BLOCK_TOKENS
+        return max(0, self._offers[name] - computed_tokens)
+
+    def load(self, request: SimRequest, start: int, end: int) -> Load:
+        self._load_count += 1
+        label = f"sibling {request.request_id} {self._load_count}"
+        return Load(start, end, (), label.encode())
+
+    def is_prompt(self) -> bool:
+        """Whether a load happens inside the step that admits the request."""
+        return self._chance.random() < 0.5

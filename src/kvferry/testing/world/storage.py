@@ -1,0 +1,196 @@
+"""What all engines of a world share: the medium of the pages and the catalog, and their faults."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvferry.catalog.memory import MemoryCatalog
+from kvferry.catalog.snapshot import check_invariants
+from kvferry.layout import HEADER_BYTES, Address, PageGeometry
+from kvferry.metrics import Metrics
+from kvferry.offload.recovery import recover
+from kvferry.pages import header
+from kvferry.pages.base import Extent, Outcome, PageStore, Result
+from kvferry.pages.buffers import memory_at
+from kvferry.pages.facts import Asked
+from kvferry.pages.memory import Medium, MemoryPages, digest
+from kvferry.testing.catalog_faults import CatalogFault, FaultyCatalog, SharedCatalog
+from kvferry.testing.clock import Chance
+from kvferry.testing.faults import Fault, FaultyPages
+from kvferry.testing.places import MemoryPlace
+from kvferry.testing.world.checks import Failed, SimClock
+from kvferry.testing.world.meaning import Meanings
+from kvferry.testing.world.shape import Model
+
+PAGE_FAULTS = {
+    Fault.SHORT: 0.01,
+    Fault.LATE: 0.05,
+    Fault.LOST: 0.001,
+    Fault.DUPLICATE: 0.02,
+    Fault.FLIP_RETURNED: 0.01,
+    Fault.FLIP_STORED: 0.02,
+    Fault.TORN: 0.02,
+    Fault.NO_SPACE: 0.01,
+    Fault.IO_ERROR: 0.01,
+    Fault.HANG: 0.001,
+}
+CATALOG_FAULTS = {
+    CatalogFault.UNAVAILABLE: 0.02,
+    CatalogFault.LATE: 0.01,
+    CatalogFault.LOST_REPLY: 0.02,
+    CatalogFault.DUPLICATE: 0.05,
+    CatalogFault.STALE: 0.05,
+}
+
+
+class WatchedPages(MemoryPages):
+    """Checks each page that is written: what carries a valid key must be what the key means."""
+
+    def __init__(self, medium: Medium, clock: SimClock, asked: Asked, meanings: Meanings):
+        super().__init__(medium, clock, asked)
+        self._sim_clock = clock
+        self._meanings = meanings
+
+    def poll(self) -> list[Result]:
+        self._sim_clock.require_background("pages.poll")
+        writes = {(job, index): extent for job, index, extent in self._writes}
+        results = super().poll()
+        for result in results:
+            extent = writes.get((result.job, result.index))
+            if extent is not None and result.outcome is Outcome.OK:
+                self._check(extent)
+        return results
+
+    def create_segment(self, segment: int, namespace: bytes, geometry: PageGeometry) -> None:
+        self._sim_clock.require_background("pages.create_segment")
+        super().create_segment(segment, namespace, geometry)
+
+    def _check(self, extent: Extent) -> None:
+        page, geometry = extent.page, extent.geometry
+        for position in range(extent.slice_count):
+            slice_index = extent.first_slice + position
+            expected = self._meanings.payload(page.namespace, page.key, slice_index)
+            start = extent.buffer_address + position * geometry.slice_bytes + HEADER_BYTES
+            if bytes(memory_at(start, geometry.payload_bytes)) != expected:
+                raise Failed(
+                    "a", f"wrong page stored: chunk {page.chunk_index} of {page.key.hex()}"
+                )
+
+
+class WatchedCatalog(SharedCatalog):
+    """Nobody asks it while an engine schedules."""
+
+    def __init__(self, make: Callable[[], MemoryCatalog], clock: SimClock):
+        super().__init__(make)
+        self._sim_clock = clock
+
+    def __getattr__(self, verb: str) -> Any:
+        self._sim_clock.require_background(f"catalog.{verb}")
+        return super().__getattr__(verb)
+
+
+class Storage:
+    """The store of a world. `open_pages` and `open_catalog`: one for each process half."""
+
+    def __init__(self, model: Model, clock: SimClock, chance: Chance, segment_count: int):
+        self._clock = clock
+        self._chance = chance
+        self._medium = Medium()
+        self._meanings = Meanings(model)
+        page_bytes = max(part.geometry.page_bytes for part in model.parts())
+        segment_bytes = 4096 + chance.choice([2, 4, 6]) * page_bytes
+        self._asked = Asked(segment_count * segment_bytes, 4096, segment_bytes)
+        self._plain = MemoryPages(self._medium, clock, self._asked)
+        self.facts = self._plain.open()
+        self.meanings = self._meanings
+        self.catalog = WatchedCatalog(self._make_catalog, clock)
+        self.all_pages: list[FaultyPages] = []
+        self.all_catalogs: list[FaultyCatalog] = []
+        self._saved = self.catalog.save()
+
+    def _make_catalog(self) -> MemoryCatalog:
+        catalog = MemoryCatalog(self._clock, grace_s=0.2)
+        facts = self.facts
+        catalog.open(facts.store_id, facts.capacity_bytes, facts.segment_bytes)
+        return catalog
+
+    def open_pages(self, late_s_max: float) -> PageStore:
+        inner = WatchedPages(self._medium, self._clock, self._asked, self._meanings)
+        place = MemoryPlace(self._clock, self._medium)
+        pages = FaultyPages(
+            inner, place, self._clock, self._chance, PAGE_FAULTS, late_s_max=late_s_max, hang_s=0.1
+        )
+        pages.open()
+        self.all_pages.append(pages)
+        return pages
+
+    def open_catalog(self) -> FaultyCatalog:
+        catalog = FaultyCatalog(self.catalog, self._clock, self._chance, CATALOG_FAULTS)
+        self.all_catalogs.append(catalog)
+        return catalog
+
+    # What happens to the storage as a whole
+
+    def lose_catalog(self) -> None:
+        """It starts empty, and whoever opens it adopts what the pages say."""
+        self.catalog.lose()
+        recover(self.catalog, self._plain, self.facts, Metrics())
+
+    def save_catalog(self) -> None:
+        self._saved = self.catalog.save()
+
+    def restore_catalog(self) -> None:
+        """An old copy comes back."""
+        self.catalog.restore(self._saved)
+        recover(self.catalog, self._plain, self.facts, Metrics())
+
+    def fill_disk(self) -> None:
+        self._medium.room_bytes = self._plain.used_bytes()
+
+    def free_disk(self) -> None:
+        self._medium.room_bytes = None
+
+    def calm(self) -> None:
+        """No new faults; what hangs goes on."""
+        self._medium.room_bytes = None
+        for pages in self.all_pages:
+            pages.rates = {}
+            pages.release()
+        for catalog in self.all_catalogs:
+            catalog.rates = {}
+
+    # Checks
+
+    def check_catalog(self) -> None:
+        wrong = check_invariants(self.catalog.snapshot())
+        if wrong:
+            raise Failed("b", "; ".join(wrong))
+
+    def check_pages(self) -> int:
+        """Every slice in the store that proves itself is what its key means. How many there are."""
+        count = 0
+        for number, segment in self._medium.segments.items():
+            for slot, content in segment.slots.items():
+                slices = self._proven_slices(content, segment.facts.geometry)
+                count += len(slices)
+                for index, found, payload in slices:
+                    expected = self._meanings.payload(found.page.namespace, found.page.key, index)
+                    if payload != expected:
+                        raise Failed("a", f"wrong page at {Address(number, slot)}")
+        return count
+
+    def _proven_slices(
+        self, content: bytes, geometry: PageGeometry
+    ) -> Sequence[tuple[int, header.SliceHeader, bytes]]:
+        proven = []
+        for index in range(geometry.slice_count):
+            start = index * geometry.slice_bytes
+            block = bytes(content[start : start + HEADER_BYTES])
+            padded = bytes(content[start + HEADER_BYTES : start + geometry.slice_bytes])
+            if len(padded) < geometry.padded_payload_bytes:
+                continue
+            found = header.inspect(block, digest)
+            if isinstance(found, Outcome) or found.slice_index != index:
+                continue
+            if digest(padded) == found.payload_checksum:
+                proven.append((index, found, padded[: geometry.payload_bytes]))
+        return proven
