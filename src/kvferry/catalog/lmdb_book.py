@@ -60,7 +60,8 @@ from kvferry.layout import Address
 
 
 class LmdbBook:
-    """The accounting of one store in one transaction. `flush` writes what verbs have kept back.
+    """The accounting of one store in one transaction, for one verb. `flush` writes what the verb
+    has kept back.
 
     `host_now_s`: the host's time. `mint`: gives that many random bytes.
     """
@@ -332,7 +333,7 @@ class LmdbBook:
                 if Timer.unpack(key).segment == segment:
                     self._tables.timers.delete(key)
         self._tables.segments.delete(number_key(segment))
-        self._segments[segment] = self._heats = None
+        self._segments[segment] = None
 
     def adopt(self, segment: int, namespace: bytes, pages: Sequence[Page]) -> int:
         space = self._known_space(namespace).space
@@ -359,7 +360,6 @@ class LmdbBook:
         until_s = self._now_s + CREATION_S
         heat = SegmentHeat(number, namespace, state, until_s, slot_count, 0, 0, 0, 0)
         self._segments[number] = heat
-        self._heats = None
         self._tables.segments.put(number_key(number), pack_segment(heat))
         next_segment = max(self._meta.next_segment, number + 1)
         self._meta = self._meta._replace(next_segment=next_segment)
