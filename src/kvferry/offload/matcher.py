@@ -56,7 +56,7 @@ class Matcher:
     def ask(self, record: Record) -> None:
         """Starts a lookup; the request waits for it until its deadline."""
         record.asked_count += 1
-        record.answer = None
+        record.answer, record.is_declined = None, False
         record.deadline_s = self._clock.now_s() + self._config.lookup_deadline_s
         record.lookup = Lookup(self._catalog, self._hasher, self._parts, record.request)
         record.ticket = self._runner.submit(record.lookup.run, self._config.lookup_deadline_s)
@@ -75,7 +75,9 @@ class Matcher:
         runs = [answer.runs for answer in answers]
         boundary = servable_boundary(self._parts, runs, computed_tokens, limit)
         found = boundary - computed_tokens
-        return found if found and self._is_worth_it(found) else 0
+        if found and not record.is_declined:
+            record.is_declined = not self._is_worth_it(found)
+        return 0 if record.is_declined else found
 
     def _is_answered(self, record: Record) -> bool:
         """True if the request need not wait; its answer is there unless there is none."""

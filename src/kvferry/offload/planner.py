@@ -116,7 +116,8 @@ class Planner:
         if record is None:
             return 0
         self._evacuate(record)
-        return self._matcher.match(record, computed_tokens, total_tokens)
+        found = self._matcher.match(record, computed_tokens, total_tokens)
+        return None if self._waits_for_slots(record) else found
 
     def allocated(
         self, request_id: str, tables: Sequence[Sequence[int]], external_tokens: int
@@ -259,6 +260,12 @@ class Planner:
             planned = record.chains[index].next_store if record.chains else 0
             left = len(record.request.tokens) // part.chunk_tokens - planned
             demand.in_sight_count = max(0, demand.in_sight_count - max(0, left))
+
+    def _waits_for_slots(self, record: Record) -> bool:
+        """The first request of an idle engine finds no reserved slots. They come with the answer
+        of its lookup; what it computes before could not be stored later if it has a window."""
+        is_reserving = bool(self._refills) and not all(self._stores.pools)
+        return is_reserving and self._clock.now_s() < record.deadline_s
 
     def _revisit_loading(self) -> None:
         """Pages could not be loaded: who waits for them computes and stores them again."""

@@ -56,6 +56,7 @@ class Record:
     loaded_end: int = 0
     next_boundary: int = 0
     computed_tokens: int = 0
+    is_declined: bool = False
     is_storable: bool = True
     is_scheduled: bool = False
 
