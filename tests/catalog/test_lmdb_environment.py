@@ -152,7 +152,7 @@ def spoil():
     if damage.name == "cut":
         with open(data, "r+b") as file:
             file.truncate(8192)
-    if damage.name == "zero":
+    if damage.name in ("zero", "later"):
         with open(data, "r+b") as file:
             file.seek(8192)
             file.write(bytes(size - 8192))
@@ -160,18 +160,21 @@ def use():
     catalog = LmdbCatalog(Path(sys.argv[1]), SystemClock())
     try:
         is_new = catalog.open(b"s" * 16, 1 << 22, 1 << 20)
+        if damage.name == "later" and not is_new:
+            spoil()
         catalog.snapshot()
         return "new" if is_new else "known"
     except UnavailableError:
         return "unavailable"
     finally:
         catalog.close()
-spoil()
+if damage.name != "later":
+    spoil()
 print(use(), use())
 """
 
 
-@pytest.mark.parametrize("damage", ["cut", "zero"])
+@pytest.mark.parametrize("damage", ["cut", "zero", "later"])
 def test_damage_costs_the_catalog_and_not_the_engine(folder, filled, damage):
     """At the latest the second to come starts with an empty catalog; no process dies of it."""
     done = subprocess.run(
@@ -215,7 +218,9 @@ def test_nobody_else_on_the_host_can_read_it(filled, folder):
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_process_that_stops_while_opening_makes_others_wait_only_so_long(make, folder, filled):
+def test_a_process_that_stops_while_opening_makes_others_wait_only_so_long(make, folder):
+    folder.mkdir(mode=0o700)
+    (folder / "in-use").touch()
     code = (
         "import fcntl, os, sys, signal\n"
         "fd = os.open(sys.argv[1], os.O_RDWR)\n"
@@ -229,9 +234,10 @@ def test_a_process_that_stops_while_opening_makes_others_wait_only_so_long(make,
     assert other.stdout.readline() == "locked\n"
     with pytest.raises(UnavailableError, match="does not finish"):
         make()
+    assert not (folder / "data.mdb").exists(), "it went in without the lock"
     other.send_signal(signal.SIGKILL)
     other.communicate()
-    assert not make().is_new
+    assert make().is_new
 
 
 def test_a_call_that_hangs_does_not_hang_close(make, filled):

@@ -12,6 +12,7 @@ import pytest
 
 from kvferry.catalog.base import Commit, Space, Verdict
 from kvferry.catalog.lmdb import LmdbCatalog
+from kvferry.catalog.lmdb_environment import boot_id
 from kvferry.catalog.snapshot import check_invariants
 from kvferry.clock import SystemClock
 from tests.catalog import slot_worker
@@ -98,6 +99,7 @@ OPEN = """
 import sys
 from pathlib import Path
 from kvferry.catalog.lmdb import LmdbCatalog
+from kvferry.catalog.lmdb_environment import boot_id
 from kvferry.catalog.base import Space
 from kvferry.clock import SystemClock
 catalog = LmdbCatalog(Path(sys.argv[1]), SystemClock())
@@ -176,6 +178,15 @@ def test_what_a_killed_process_wrote_is_kept(tmp_path, catalog):
     kill(other)
     assert not catalog.open(STORE, CAPACITY_BYTES, SEGMENT_BYTES)
     assert catalog.snapshot().namespaces == {SPACE.namespace, b"m" * 32}
+
+
+def test_a_catalog_that_another_process_has_open_is_not_called_clean(tmp_path, catalog):
+    """Else a crash of the system would leave a torn file that looks whole."""
+    other = start(OPEN + "SystemClock().sleep(60)", tmp_path)
+    assert other.stdout.readline() == "False\n"
+    catalog.close()
+    assert (tmp_path / "in-use").read_bytes() == boot_id()
+    kill(other)
 
 
 def test_the_map_grows_under_the_feet_of_others(tmp_path):

@@ -242,6 +242,17 @@ class CatalogSpaceSuite(CatalogFixtures):
         states = {number: entry.state for number, entry in catalog.snapshot().segments.items()}
         assert [n for n in states if states[n] is SegmentState.EMPTIED] == [first]
 
+    def test_a_segment_that_a_writer_holds_is_not_idle(self, driver, catalog, clock):
+        held, spare = driver.grow(A, 2)
+        (slot,) = driver.reserve(1, lease_s=1000.0)
+        assert slot.address.segment == held
+        driver.grow(B, SEGMENTS_MAX - 2)
+        driver.store(chain("x", 6), B)
+        clock.advance(CREATION_S)
+        catalog.sweep([(B.namespace, 1)])
+        assert catalog.segments()[held].state is SegmentState.READY
+        assert catalog.segments()[spare].state is SegmentState.EMPTIED
+
     def test_a_lease_in_an_emptied_segment_is_not_cut_short(self, driver, catalog, clock):
         driver.grow(A, SEGMENTS_MAX)
         driver.store(chain("x", 15))
