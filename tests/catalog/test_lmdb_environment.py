@@ -7,6 +7,7 @@ import sys
 import threading
 from pathlib import Path
 
+import lmdb
 import pytest
 
 from kvferry.catalog import lmdb_environment
@@ -182,6 +183,19 @@ def test_damage_costs_the_catalog_and_not_the_engine(folder, filled, damage):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout in ("new known\n", "unavailable new\n")
+
+
+def test_damage_met_in_the_middle_is_remembered(make, filled):
+    """Opening does not meet it: without the mark each start would fail like this one."""
+
+    def meet_damage(tables):
+        raise lmdb.CorruptedError("as LMDB would")
+
+    catalog = make()
+    with pytest.raises(UnavailableError):
+        catalog._environment.read(meet_damage)
+    catalog.close()
+    assert make(clock=ManualClock(seed=1)).is_new
 
 
 # Sharing.

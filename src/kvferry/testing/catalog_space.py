@@ -208,20 +208,33 @@ class CatalogSpaceSuite(CatalogFixtures):
         assert self.left(full) == [4, 4, 0, 4]
 
     def test_a_model_in_use_keeps_its_room_from_one_that_is_colder(self, driver, catalog, clock):
-        driver.grow(A, 2)
-        driver.store([*chain("x", 4), *chain("y", 4)])
-        driver.grow(B, 2)
-        driver.store(chain("z", 6), B)
+        driver.grow(A, SEGMENTS_MAX - 1)
+        driver.store(chain("x", 12))
+        driver.grow(B)
+        driver.store(chain("y", 3), B)
         clock.advance(AGE_STEP_S)
-        catalog.touch(A.namespace, [*chain("x", 4), *chain("y", 4)])
+        catalog.touch(A.namespace, chain("x", 12))
         assert catalog.sweep([(B.namespace, 2)]).evicted_count == 2
-        assert driver.present([*chain("x", 4), *chain("y", 4)]) == [True] * 8
-        assert driver.present(chain("z", 6), B) == [True] * 4 + [False] * 2
+        assert driver.present(chain("x", 12)) == [True] * 12
+        assert driver.present(chain("y", 3), B) == [True, False, False]
 
-    def test_at_equal_age_who_has_most_gives(self, full, catalog, clock):
-        slots = self.take_over(catalog, clock, B, 2 * B.slot_count)
-        assert len(slots) == 2 * B.slot_count
-        assert sum(self.left(full)) == 2 * A.slot_count
+    def test_at_equal_age_who_has_most_gives(self, driver, catalog):
+        driver.grow(A, SEGMENTS_MAX - 1)
+        driver.store(chain("x", 12))
+        driver.grow(B)
+        driver.store(chain("y", 3), B)
+        assert catalog.sweep([(B.namespace, 1)]).evicted_count == 4
+        assert driver.present(chain("y", 3), B) == [True] * 3
+
+    def test_at_equal_age_and_size_who_wants_gives(self, driver, catalog):
+        driver.grow(A, SEGMENTS_MAX // 2)
+        driver.store(chain("x", 8))
+        driver.grow(B, SEGMENTS_MAX // 2)
+        driver.store(chain("y", 6), B)
+        for space in (A, B):
+            assert catalog.sweep([(space.namespace, 1)]).evicted_count == 1
+        assert driver.present(chain("x", 8)) == [True] * 7 + [False]
+        assert driver.present(chain("y", 6), B) == [True] * 5 + [False]
 
     def test_an_idle_segment_goes_before_any_page(self, driver, catalog, clock):
         driver.grow(A, SEGMENTS_MAX - 1)
