@@ -12,12 +12,15 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 PROGRAM = Path(__file__).with_name("program.py")
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 60.0
 
 
 class EngineError(RuntimeError):
@@ -85,6 +88,7 @@ class EngineProcess:
             "OMP_NUM_THREADS": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": str(ROOT),
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         }
@@ -124,15 +128,89 @@ class EngineProcess:
             salts=list(salts),
             loras=list(loras),
         )
-        requests = tuple(
-            Answer(tuple(item["tokens"]), tuple(item["logprobs"]), item["cached_tokens"])
-            for item in reply.pop("requests")
+        return _answers(reply)
+
+    def generate_and_abort(
+        self,
+        prompts: Sequence[Sequence[int]],
+        tokens_until_abort: Sequence[int | None],
+        *,
+        max_tokens: int = 8,
+        **sampling: Any,
+    ) -> Answers:
+        """As `generate`; a request with a limit is aborted when it has so many tokens, with limit
+        0 after the first step."""
+        reply = self._call(
+            "generate_and_abort",
+            prompts=[list(prompt) for prompt in prompts],
+            sampling={"max_tokens": max_tokens, **sampling},
+            tokens_until_abort=list(tokens_until_abort),
         )
-        return Answers(requests, **reply)
+        return _answers(reply)
+
+    def inject(self, fault: str, **arguments: Any) -> None:
+        """Changes the process by a function of `injected.py`, until `restore`: before `open`."""
+        self._call("inject", fault=fault, arguments=arguments)
+
+    def restore(self) -> None:
+        """Takes back all that was injected."""
+        self._call("restore")
+
+    def facts(self) -> dict[str, Any]:
+        """What the engine made of its settings."""
+        return self._call("facts")
 
     def metrics(self) -> dict[str, float]:
-        """All counters and gauges of the engine, summed over labels, by name."""
+        """All counters and gauges of the engine, summed over labels, by name; those with a reason
+        also as "name:reason"."""
         return self._call("metrics")["metrics"]
+
+    def slow_pages(self, late_s: float) -> None:
+        """From now on each read and write takes up to `late_s` longer. Nothing is under way."""
+        self._call("pages", how="slow", late_s=late_s)
+
+    def hang_pages(self) -> None:
+        """The page store stops, for both halves. Nothing is under way."""
+        self._call("pages", how="hang", late_s=0.0)
+
+    def release_pages(self) -> None:
+        self._call("pages", how="release", late_s=0.0)
+
+    def hang_catalog(self) -> None:
+        """No call of the catalog returns any more. In-process engines only."""
+        self._call("catalog", how="hang")
+
+    def release_catalog(self) -> None:
+        self._call("catalog", how="release")
+
+    def break_catalog_opening(self, how: str) -> None:
+        """The next engines of this process find the catalog "down" or "stuck"."""
+        self._call("catalog_opening", how=how)
+
+    def mend_catalog_opening(self) -> int:
+        """How often it was tried to open the catalog in vain."""
+        return self._call("catalog_opening", how="works")["attempt_count"]
+
+    def state(self) -> dict[str, int]:
+        """What is under way: `inside.Worker.ferry_state`, and for in-process engines
+        `inside.scheduler_state`."""
+        return self._call("state")["state"]
+
+    def abort(self, prompt: Sequence[int], when: str, step_count_max: int = 1000) -> dict[str, int]:
+        """Sends a request and aborts it when `state()[when]` is not 0; returns that state."""
+        return self._call("abort", prompt=list(prompt), when=when, step_count_max=step_count_max)[
+            "state"
+        ]
+
+    def wait_for_rest(self) -> dict[str, int]:
+        """Returns the state when nothing is under way but slots held ready."""
+        give_up_s = time.monotonic() + PATIENCE_S
+        while True:
+            state = self.state()
+            if not any(count for name, count in state.items() if name != "slots"):
+                return state
+            assert time.monotonic() < give_up_s, f"never at rest: {state}"
+            time.sleep(0.05)
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
         return self._call("reset", reset_connector=reset_connector)["done"]
@@ -159,3 +237,11 @@ class EngineProcess:
         if "error" in reply:
             raise EngineError(reply["error"])
         return reply
+
+
+def _answers(reply: dict[str, Any]) -> Answers:
+    requests = tuple(
+        Answer(tuple(item["tokens"]), tuple(item["logprobs"]), item["cached_tokens"])
+        for item in reply.pop("requests")
+    )
+    return Answers(requests, **reply)

@@ -5,10 +5,12 @@ wrong. These models have weights scaled so that attention is sharp and every log
 whole context; prompts are token ids, so no tokenizer is needed.
 """
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -75,6 +77,7 @@ def _sharpen(model: PreTrainedModel) -> PreTrainedModel:
 
 MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
     "full": full_attention,
+    "other": lambda: full_attention(seed=2),
     "window": sliding_window,
 }
 
@@ -84,4 +87,36 @@ def save(name: str, folder: Path) -> Path:
     target = folder / name
     if not (target / "config.json").exists():
         MAKERS[name]().save_pretrained(target)
+    return target
+
+
+ADAPTER_RANK = 8
+ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def save_adapter(seed: int, base: Path, target: Path) -> Path:
+    """A LoRA adapter of the full attention model, strong enough to change every answer."""
+    torch.manual_seed(seed)
+    config = Qwen3Config.from_pretrained(base)
+    heads = config.num_attention_heads * config.head_dim
+    kv = config.num_key_value_heads * config.head_dim
+    shapes = dict(zip(ADAPTED, [(128, heads), (128, kv), (128, kv), (heads, 128)], strict=True))
+    weights = {}
+    for layer in range(config.num_hidden_layers):
+        for name, (inputs, outputs) in shapes.items():
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{prefix}.lora_A.weight"] = torch.randn(ADAPTER_RANK, inputs) / inputs**0.5
+            weights[f"{prefix}.lora_B.weight"] = torch.randn(outputs, ADAPTER_RANK) * 0.3
+    target.mkdir(parents=True)
+    save_file(weights, target / "adapter_model.safetensors")
+    facts = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": ADAPTER_RANK,
+        "lora_alpha": ADAPTER_RANK,
+        "target_modules": ADAPTED,
+        "bias": "none",
+    }
+    (target / "adapter_config.json").write_text(json.dumps(facts))
     return target

@@ -4,13 +4,15 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
+
+from tests.e2e import injected, inside
 
 BLOCK_TOKENS = 32
 COUNTERS = {
@@ -27,6 +29,8 @@ class Program:
     def __init__(self) -> None:
         self._engine: Any = None
         self._adapters: dict[str, int] = {}
+        self._undo: list[Callable[[], None]] = []
+        self._broken_opening = inside.BrokenOpening()
 
     def open(self, model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         started_s = perf_counter()
@@ -38,6 +42,7 @@ class Program:
             "dtype": "float32",
             "enforce_eager": True,
             "disable_log_stats": False,
+            "worker_extension_cls": inside.WORKER,
         }
         self._engine = LLM(model=model, **(defaults | dict(settings)))
         return {"duration_s": perf_counter() - started_s}
@@ -56,9 +61,7 @@ class Program:
         loras: Sequence[str | None],
     ) -> dict[str, Any]:
         before = self._counters()
-        parameters = SamplingParams(
-            **({"temperature": 0.0, "logprobs": 1, "detokenize": False} | dict(sampling))
-        )
+        parameters = _parameters(sampling)
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         for item, salt in zip(inputs, salts, strict=False):
             if salt is not None:
@@ -67,33 +70,131 @@ class Program:
         started_s = perf_counter()
         outputs = self._engine.generate(inputs, parameters, use_tqdm=False, lora_request=adapters)
         duration_s = perf_counter() - started_s
-        after = self._counters()
         return {
             "requests": [_answer(output) for output in outputs],
             "duration_s": duration_s,
-            **{name: int(after[name] - before[name]) for name in COUNTERS.values()},
+            **self._counted_since(before),
         }
+
+    def generate_and_abort(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Mapping[str, Any],
+        tokens_until_abort: Sequence[int | None],
+    ) -> dict[str, Any]:
+        """As `generate`, step by step: a request with a limit is aborted after the step in which
+        it has so many tokens (0: after the first step, whatever it does)."""
+        before, started_s = self._counters(), perf_counter()
+        engine, parameters = self._engine.llm_engine, _parameters(sampling)
+        for index, prompt in enumerate(prompts):
+            engine.add_request(str(index), {"prompt_token_ids": list(prompt)}, parameters)
+        limits = {str(i): limit for i, limit in enumerate(tokens_until_abort) if limit is not None}
+        answers = [{"tokens": [], "logprobs": [], "cached_tokens": 0} for _ in prompts]
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                answers[int(output.request_id)] = _answer(output)
+            for name in [n for n, limit in limits.items() if _has(answers[int(n)], limit)]:
+                del limits[name]
+                engine.abort_request([name])
+        return {
+            "requests": answers,
+            "duration_s": perf_counter() - started_s,
+            **self._counted_since(before),
+        }
+
+    def inject(self, fault: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Changes this process by a function of `injected.py`, until `restore`."""
+        self._undo.append(getattr(injected, fault)(**arguments))
+        return {}
+
+    def restore(self) -> dict[str, Any]:
+        while self._undo:
+            self._undo.pop()()
+        return {}
+
+    def facts(self) -> dict[str, Any]:
+        """What the engine made of its settings."""
+        config = self._engine.llm_engine.vllm_config
+        return {"async_scheduling": bool(config.scheduler_config.async_scheduling)}
 
     def metrics(self) -> dict[str, Any]:
         totals: dict[str, float] = {}
         for metric in self._engine.get_metrics():
             value = getattr(metric, "value", None)
             if value is not None:
-                totals[metric.name] = totals.get(metric.name, 0.0) + value
+                reason = metric.labels.get("reason")
+                for name in (metric.name, f"{metric.name}:{reason}")[: 2 if reason else 1]:
+                    totals[name] = totals.get(name, 0.0) + value
         return {"metrics": totals}
+
+    def pages(self, how: str, late_s: float) -> dict[str, Any]:
+        self._engine.collective_rpc("ferry_pages", args=(how, late_s))
+        if self._is_inside:
+            inside.scheduler_pages(self._engine, how, late_s)
+        return {}
+
+    def catalog(self, how: str) -> dict[str, Any]:
+        self._engine.collective_rpc("ferry_catalog", args=(how,))
+        inside.scheduler_catalog(self._engine, how)
+        return {}
+
+    def catalog_opening(self, how: str) -> dict[str, Any]:
+        if how == "works":
+            self._broken_opening.end()
+        else:
+            self._broken_opening.begin(how)
+        return {"attempt_count": self._broken_opening.attempt_count}
+
+    def state(self) -> dict[str, Any]:
+        ranks = self._engine.collective_rpc("ferry_state")
+        state = {name: sum(rank[name] for rank in ranks) for name in ranks[0]}
+        if self._is_inside:
+            state |= inside.scheduler_state(self._engine)
+        return {"state": state}
+
+    def abort(self, prompt: Sequence[int], when: str, step_count_max: int) -> dict[str, Any]:
+        """Aborts a request as soon as the state says that something of the kind is under way."""
+        core = self._engine.llm_engine
+        parameters = SamplingParams(temperature=0.0, max_tokens=512, detokenize=False)
+        request_id = core.add_request("aborted", {"prompt_token_ids": list(prompt)}, parameters)
+        for _ in range(step_count_max):
+            core.step()
+            state = self.state()["state"]
+            if state[when]:
+                break
+        core.abort_request([request_id], internal=True)
+        return {"state": state}
 
     def reset(self, reset_connector: bool) -> dict[str, Any]:
         return {"done": self._engine.reset_prefix_cache(reset_connector=reset_connector)}
 
+    @property
+    def _is_inside(self) -> bool:
+        return hasattr(self._engine.llm_engine.engine_core, "engine_core")
+
     def _counters(self) -> dict[str, float]:
         metrics = self.metrics()["metrics"]
         return {short: metrics.get(name, 0.0) for name, short in COUNTERS.items()}
+
+    def _counted_since(self, before: Mapping[str, float]) -> dict[str, int]:
+        after = self._counters()
+        return {name: int(after[name] - before[name]) for name in COUNTERS.values()}
 
     def _adapter(self, path: str | None) -> Any:
         if path is None:
             return None
         number = self._adapters.setdefault(path, len(self._adapters) + 1)
         return LoRARequest(Path(path).name, number, path)
+
+
+def _parameters(sampling: Mapping[str, Any]) -> SamplingParams:
+    return SamplingParams(
+        **({"temperature": 0.0, "logprobs": 1, "detokenize": False} | dict(sampling))
+    )
+
+
+def _has(answer: Mapping[str, Any], token_count: int) -> bool:
+    return len(answer["tokens"]) >= token_count
 
 
 def _answer(output: Any) -> dict[str, Any]:

@@ -5,9 +5,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kvferry.catalog.base import SpaceStats
 from kvferry.cli.opened import open_store
-from kvferry.config import decode
+from kvferry.config import Config, decode
+from kvferry.device.staging import Staging
+from kvferry.layout import HEADER_BYTES, PageGeometry
+from kvferry.pages.base import Extent, FoundPage, Outcome, PageId, PageStore
+from kvferry.pages.buffers import memory_at
 from tests.e2e.engine import EngineProcess, connector
 
 CHUNK_TOKENS = 64
@@ -44,10 +50,28 @@ class Store:
         """Slots that engines hold ready for what they will store."""
         return sum(space.reserved_count for space in self._spaces())
 
+    def disk_bytes(self) -> int:
+        """What the files of the store take on disk."""
+        return sum(path.stat().st_blocks * 512 for path in self.pages.rglob("*") if path.is_file())
+
     def wait_for_pages(self, count: int) -> None:
         """Returns when there are `count` pages. Fails if there are more, or never as many."""
         self._wait("pages", self.page_count, lambda found: found >= count)
         assert self.page_count() == count
+
+    def contents(self) -> list[tuple[PageId, np.ndarray]]:
+        """All pages with valid headers on disk and their payloads, as 32-bit floats, one row for
+        each KV head. No engine is open. Fails if a page does not verify."""
+        with open_store(self._config()) as opened:
+            return [
+                (found.page, _payloads(opened.pages, facts.geometry, found))
+                for facts in opened.pages.segments()
+                for found in opened.pages.scan(facts.segment)
+            ]
+
+    def wait_for_reserved(self, count_max: int) -> None:
+        """Returns when no more than `count_max` slots are reserved."""
+        self._wait("slots", self.reserved_count, lambda found: found <= count_max)
 
     def flip_bits(self, count: int = 3) -> None:
         """One bit in each of `count` payload blocks, from the middle of each segment on."""
@@ -72,11 +96,13 @@ class Store:
         self._wait("slots", self.reserved_count, lambda found: found >= slot_count)
         engine.generate([[1]], max_tokens=1)
 
+    def _config(self) -> Config:
+        return decode({"pages": f"posix://{self.pages}", "catalog": self.catalog_url})
+
     def _spaces(self) -> tuple[SpaceStats, ...]:
-        options = {"pages": f"posix://{self.pages}", "catalog": self.catalog_url}
         if not self.pages.exists():
             return ()
-        with open_store(decode(options)) as opened:
+        with open_store(self._config()) as opened:
             assert opened.catalog is not None
             return opened.catalog.stats().spaces
 
@@ -85,3 +111,17 @@ class Store:
         while not is_enough(found := look()):
             assert time.monotonic() < give_up_s, f"{found} {what} and no more"
             time.sleep(0.05)
+
+
+def _payloads(pages: PageStore, geometry: PageGeometry, found: FoundPage) -> np.ndarray:
+    staging = Staging(2 * geometry.page_bytes, geometry.page_bytes)
+    staging.open()
+    pages.register(staging.address, staging.length_bytes)
+    slices = geometry.slice_count
+    pages.submit_reads([Extent(found.page, geometry, found.address, 0, slices, staging.address)])
+    assert [result.outcome for result in pages.wait(PATIENCE_S)] == [Outcome.OK]
+    page = np.frombuffer(memory_at(staging.address, geometry.page_bytes), np.uint8)
+    rows = page.reshape(slices, geometry.slice_bytes)[:, HEADER_BYTES:]
+    payloads = rows[:, : geometry.payload_bytes].copy().view(np.float32)
+    staging.close()
+    return payloads

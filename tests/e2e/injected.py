@@ -1,0 +1,76 @@
+"""Faults for the process of an engine: each function changes it and returns what undoes that.
+
+Called by name from `program.py`, between two engines.
+"""
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from kvferry.device.base import Piece
+from kvferry.device.host import HostCopier
+from kvferry.offload import build
+from kvferry.offload.store_jobs import StoreJobs
+
+SLOWEST_S = 0.05
+
+
+class SlowCopier(HostCopier):
+    """Every gather begins 20 to 50 ms after it was submitted, as on a device that is busy.
+
+    Its jobs have negative numbers, which nobody confuses with those of the pool.
+    """
+
+    def open(self) -> None:
+        super().open()
+        self._numbers = itertools.count(-1, -1)
+        self._begun = threading.Condition()
+        self._pool_jobs: dict[int, int] = {}
+        self._late_jobs: dict[int, int] = {}
+        self._timers: list[threading.Timer] = []
+
+    def close(self) -> None:
+        for timer in self._timers:
+            timer.join()
+        super().close()
+
+    def submit_gather(self, pieces: Sequence[Piece]) -> int:
+        number = next(self._numbers)
+        delay_s = random.Random(number).uniform(0.02, SLOWEST_S)
+        timer = threading.Timer(delay_s, self._begin, (number, pieces))
+        self._timers.append(timer)
+        timer.start()
+        return number
+
+    def poll(self) -> list[int]:
+        with self._begun:
+            return [self._late_jobs.pop(job, job) for job in super().poll()]
+
+    def finish(self, jobs: Iterable[int], timeout_s: float) -> bool:
+        give_up_s = time.monotonic() + timeout_s
+        late = [job for job in jobs if job < 0]
+        with self._begun:
+            has_begun = self._begun.wait_for(lambda: self._pool_jobs.keys() >= set(late), timeout_s)
+            pool_jobs = [self._pool_jobs.get(job, job) for job in jobs]
+        return has_begun and super().finish(pool_jobs, max(0.0, give_up_s - time.monotonic()))
+
+    def _begin(self, number: int, pieces: Sequence[Piece]) -> None:
+        with self._begun:
+            self._pool_jobs[number] = job = super().submit_gather(pieces)
+            self._late_jobs[job] = number
+            self._begun.notify_all()
+
+
+def slow_gathers() -> Callable[[], None]:
+    """What is gathered is 20 to 50 ms late: long after the step that may overwrite it."""
+    build.HostCopier = SlowCopier
+    return lambda: setattr(build, "HostCopier", HostCopier)
+
+
+def no_fence() -> Callable[[], None]:
+    """No step waits for the gathers of the blocks that it overwrites."""
+    fence = StoreJobs.fence
+    StoreJobs.fence = lambda self, overwritten: None
+    return lambda: setattr(StoreJobs, "fence", fence)
