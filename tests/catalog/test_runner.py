@@ -162,6 +162,21 @@ def test_late_answers_open_it(runner, clock):
     assert not runner.is_available()
 
 
+def test_an_overdue_task_opens_it_while_it_runs(runner, clock, metrics):
+    def hang():
+        clock.advance(2)
+        assert state(runner.submit(answer, 1.0), clock) is TicketState.REFUSED
+        assert metrics.value("kvferry_breaker_open") == 1
+
+    ticket = run(runner, hang)
+    assert ticket.error is None
+    assert not runner.is_available(), "it came back just now: not all at once"
+    clock.advance(1)
+    assert runner.is_available()
+    run(runner, unavailable)
+    assert not runner.is_available(), "the probe failed"
+
+
 def test_a_full_catalog_is_not_a_dead_one(runner):
     def full():
         raise ExhaustedError("test.full", "full")
