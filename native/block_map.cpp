@@ -21,6 +21,12 @@ Layer coalesced(Layer layer) {
   return layer;
 }
 
+struct Axis {
+  size_t count;
+  size_t engine_stride_bytes;
+  size_t page_stride_bytes;
+};
+
 void prefetch(const uint8_t* data, size_t length_bytes) {
   for (size_t i = 0; i < length_bytes; i += 64) __builtin_prefetch(data + i);
 }
@@ -65,24 +71,29 @@ void BlockMap::copy(const std::vector<int64_t>& blocks, uint64_t address) const 
   }
 }
 
-// Heads are innermost here, though outermost in a page: so a block is walked once, whichever of
-// head and token is outside there. The next token is fetched ahead, since its stride may be long.
+// Whichever side is read is walked in its own order: engine memory by token (where heads are
+// outside of tokens, tokens are one run), a page by head. The next token of the engine's side is
+// fetched ahead, since its stride may be long.
 template <bool kIsGather>
-void BlockMap::copy_block(const Layer& layer, uint8_t* engine_block, uint8_t* page) const {
+void BlockMap::copy_block(const Layer& layer, uint8_t* engine_block, uint8_t* page_block) const {
   const size_t run_bytes = layer.content_bytes;
+  const Axis tokens = {layer.block_tokens, layer.token_stride_bytes, run_bytes};
+  const Axis heads = {head_count_, layer.head_stride_bytes, slice_bytes_};
+  const Axis outer = kIsGather ? tokens : heads;
+  const Axis inner = kIsGather ? heads : tokens;
   for (size_t k = 0; k < layer.kernel_blocks; ++k) {
-    for (size_t token = 0; token < layer.block_tokens; ++token) {
-      uint8_t* engine = engine_block + token * layer.token_stride_bytes;
-      for (size_t head = 0; head < head_count_; ++head) {
-        if (layer.block_tokens > 1) prefetch(engine + layer.token_stride_bytes, run_bytes);
-        uint8_t* target = kIsGather ? page + head * slice_bytes_ : engine;
-        const uint8_t* source = kIsGather ? engine : page + head * slice_bytes_;
-        std::memcpy(target, source, run_bytes);
-        engine += layer.head_stride_bytes;
+    for (size_t i = 0; i < outer.count; ++i) {
+      uint8_t* engine = engine_block + i * outer.engine_stride_bytes;
+      uint8_t* page = page_block + i * outer.page_stride_bytes;
+      for (size_t j = 0; j < inner.count; ++j) {
+        if (tokens.count > 1) prefetch(engine + tokens.engine_stride_bytes, run_bytes);
+        std::memcpy(kIsGather ? page : engine, kIsGather ? engine : page, run_bytes);
+        engine += inner.engine_stride_bytes;
+        page += inner.page_stride_bytes;
       }
-      page += run_bytes;
     }
     engine_block += layer.block_stride_bytes;
+    page_block += layer.block_tokens * run_bytes;
   }
 }
 

@@ -39,7 +39,7 @@ class BlockMap {
   template <bool kIsGather>
   void copy(const std::vector<int64_t>& blocks, uint64_t address) const;
   template <bool kIsGather>
-  void copy_block(const Layer& layer, uint8_t* engine_block, uint8_t* page) const;
+  void copy_block(const Layer& layer, uint8_t* engine_block, uint8_t* page_block) const;
 
   std::vector<Layer> layers_;  // with runs as long as their strides allow
   size_t head_count_;

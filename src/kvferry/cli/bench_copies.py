@@ -1,8 +1,9 @@
 """Measures gather and scatter against memcpy of as many bytes, on one thread.
 
 Engine memory and staging are each larger than the processor's caches, and blocks are taken in a
-shuffled order, as a busy engine hands them out. memcpy moves whole extents, in turn with the
-copies that it is compared with.
+shuffled order, as a busy engine hands them out. Extents are copied and timed one by one, the verbs
+in turn and each in another part of the staging: a median over so many short samples says little
+about what else the machine did meanwhile.
 """
 
 import ctypes
@@ -76,14 +77,16 @@ def _compare(
         "gather": block_map.gather,
         "scatter": block_map.scatter,
     }
-    rates: dict[str, list[float]] = {name: [] for name in verbs}
-    for _ in range(round_count):
-        for name, verb in verbs.items():
+    times_s: dict[str, list[float]] = {name: [] for name in verbs}
+    for step in range(round_count * EXTENTS):
+        for turn, (name, verb) in enumerate(verbs.items()):
+            blocks, place = extents[(step + turn * EXTENTS // len(verbs)) % EXTENTS]
             start_s = clock.now_s()
-            for blocks, place in extents:
-                verb(blocks, place)
-            rates[name].append(EXTENTS * content_bytes / (clock.now_s() - start_s) / 1e9)
-    medians = {name: statistics.median(found) for name, found in rates.items()}
+            verb(blocks, place)
+            times_s[name].append(clock.now_s() - start_s)
+    medians = {
+        name: content_bytes / statistics.median(found) / 1e9 for name, found in times_s.items()
+    }
     return {
         "layout": layout.name,
         "extent_bytes": EXTENT_BYTES,
