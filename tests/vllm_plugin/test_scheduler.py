@@ -131,10 +131,9 @@ def test_a_step_names_who_computes_what():
     role(planner).build(output(new=[("a", 0, 64)], cached=[("b", 70, 1, None)], preempted=["c"]))
     step = planner.steps[0]
 
-    assert [(s.request_id, s.computed_tokens, s.scheduled_tokens) for s in step.scheduled] == [
-        ("a", 0, 64),
-        ("b", 70, 1),
-    ]
+    assert list(step.request_ids) == ["b", "a"]
+    assert list(step.computed_tokens) == [70, 0]
+    assert step.scheduled_tokens == {"a": 64, "b": 1}
     assert step.preempted == {"c"}
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from kvferry.clock import Clock, SystemClock
 from kvferry.config import decode
 from kvferry.metrics import Metrics
-from kvferry.offload.base import Identity, Part, Report, Scheduled, Step
+from kvferry.offload.base import Identity, Part, Report, Step
 from kvferry.offload.build import open_planner
 from kvferry.offload.planner import Planner
 from kvferry.pages.segments import read_superblock
@@ -73,17 +73,18 @@ class Driver:
     def step(self, tokens: dict[str, int]) -> float:
         """One step that schedules so many tokens of each request. Returns what `build` took."""
         new_blocks: set[int] = set()
-        scheduled = []
+        computed_tokens = []
         for request_id, count in tokens.items():
             request = self._running[request_id]
             known = len(self._tables[request_id])
-            computed = len(request.tokens) - count
             table = self._grow(request_id, len(request.tokens))
             new_blocks.update(table[known:])
-            scheduled.append(Scheduled(request_id, computed, count))
+            computed_tokens.append(len(request.tokens) - count)
         tables = self._tables
         step = Step(
-            scheduled=tuple(scheduled),
+            request_ids=list(tokens),
+            computed_tokens=computed_tokens,
+            scheduled_tokens=tokens,
             preempted=frozenset(),
             new_blocks=frozenset(new_blocks),
             tables=lambda request_id: [tables[request_id]],

@@ -8,7 +8,7 @@ chunk of tokens is a hit only if every part that needs it can serve it. All mess
 `msgspec.Struct`s, encoded with msgpack: nothing here is pickled by its own rules.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -200,25 +200,22 @@ class Request(Protocol):
         digest and salt in the first chunk, images where they lie."""
 
 
-class Scheduled(msgspec.Struct, frozen=True):
-    """One request in one step. Tokens [0, computed + scheduled) have KV after the forward, but
-    only `tokens` of the request are known and accepted."""
-
-    request_id: str
-    computed_tokens: int
-    scheduled_tokens: int
-
-
 class Step(msgspec.Struct, frozen=True):
     """One step as the scheduler decided it.
 
-    `scheduled`: in the order in which the scheduler took them, so that whoever shares a block
-    comes after the one who fills it. `new_blocks`: all ids that were allocated newly since the
-    last step, for whatever request and reason (also for loads of any connector, and the targets
-    of block copies), and no others: not what a prefix cache hit shares.
+    `request_ids`: who computes, in the order in which the scheduler took them, so that whoever
+    shares a block comes after the one who fills it; `computed_tokens`: of each, before the step;
+    `scheduled_tokens`: in the step. Tokens [0, computed + scheduled) have KV after the forward,
+    but only `Request.tokens` are known and accepted.
+
+    `new_blocks`: all ids that were allocated newly since the last step, for whatever request and
+    reason (also for loads of any connector, and the targets of block copies), and no others: not
+    what a prefix cache hit shares.
     """
 
-    scheduled: tuple[Scheduled, ...]
+    request_ids: Sequence[str]
+    computed_tokens: Sequence[int]
+    scheduled_tokens: Mapping[str, int]
     preempted: frozenset[str]
     new_blocks: frozenset[int]
     tables: Callable[[str], Sequence[Sequence[int]]]  # request -> block ids by group, now

@@ -24,7 +24,7 @@ from kvferry.config import Config
 from kvferry.errors import IncompatibleError
 from kvferry.metrics import Metrics
 from kvferry.offload.agreement import Agreement
-from kvferry.offload.base import Load, Part, Plan, Report, Request, Scheduled, Step, Store
+from kvferry.offload.base import Load, Part, Plan, Report, Request, Step, Store
 from kvferry.offload.cost import CostModel
 from kvferry.offload.lookup import Hasher
 from kvferry.offload.matcher import Matcher
@@ -138,10 +138,13 @@ class Planner:
         self._collect_refills(now_s)
         self._origins.allocated(step.new_blocks)
         stores: list[Store] = []
-        for scheduled in step.scheduled:
-            record = self._records.get(scheduled.request_id)
+        records, counts = self._records, step.scheduled_tokens
+        for request_id, computed in zip(step.request_ids, step.computed_tokens, strict=True):
+            record = records.get(request_id)
             if record is not None:
-                stores += self._advance(record, scheduled, step, now_s)
+                end = record.computed_tokens = computed + counts[request_id]
+                if end >= record.next_boundary:
+                    stores += self._advance(record, computed, step, now_s)
         for request_id in step.preempted:
             if request_id in self._records:
                 self._evacuate(self._records[request_id])
@@ -206,6 +209,7 @@ class Planner:
             record.chains = []
             if record.computed_tokens or record.loaded_end:
                 record.is_storable = False
+                record.next_boundary = 0
         if self._agreement.parts:
             self._begin_all()
 
@@ -265,7 +269,7 @@ class Planner:
         """The first request of an idle engine finds no reserved slots. They come with the answer
         of its lookup; what it computes before could not be stored later if it has a window."""
         is_reserving = bool(self._refills) and not all(self._stores.pools)
-        return is_reserving and self._clock.now_s() < record.deadline_s
+        return is_reserving and record.asked_count == 1 and self._clock.now_s() < record.deadline_s
 
     def _revisit_loading(self) -> None:
         """Pages could not be loaded: who waits for them computes and stores them again."""
@@ -279,30 +283,31 @@ class Planner:
     def _evacuate(self, record: Record) -> None:
         """The request has no blocks: it was preempted, or has not begun."""
         record.is_scheduled, record.is_storable = False, True
+        record.next_boundary = 0
         record.computed_tokens = record.loaded_end = 0
 
     # Steps
 
-    def _advance(
-        self, record: Record, scheduled: Scheduled, step: Step, now_s: float
-    ) -> list[Store]:
-        end = scheduled.computed_tokens + scheduled.scheduled_tokens
-        record.computed_tokens = end
+    def _advance(self, record: Record, computed: int, step: Step, now_s: float) -> list[Store]:
+        """Of a request that was just admitted, completes a chunk, or must be looked at in each
+        step (`next_boundary` 0)."""
+        end, tables = record.computed_tokens, step.tables(record.request_id)
         if not record.is_scheduled:
             record.is_scheduled = True
-            self._note_origin(record, scheduled.computed_tokens, step)
+            self._note_origin(record, computed, tables)
         if not record.is_storable:
-            tables = step.tables(record.request_id)
-            self._origins.disown(tables, scheduled.computed_tokens, end)
+            self._origins.disown(tables, computed, end)
             return []
-        if end < record.next_boundary or not self._stores.has_slots:
+        if not record.request.is_cacheable:
+            record.next_boundary = NEVER_TOKENS
+            return []
+        if not self._stores.has_slots:
             return []
         if not record.chains:
             self._matcher.adopt_keys(record)
         known = min(end, len(record.request.tokens))
         if known < record.next_boundary:
             return []
-        tables = step.tables(record.request_id)
         return self._used(self._stores.plan(record, tables, known, now_s), now_s)
 
     def _used(self, stores: list[Store], now_s: float) -> list[Store]:
@@ -312,10 +317,11 @@ class Planner:
             demand.in_sight_count = max(0, demand.in_sight_count - len(store.span))
         return stores
 
-    def _note_origin(self, record: Record, computed_tokens: int, step: Step) -> None:
+    def _note_origin(
+        self, record: Record, computed_tokens: int, tables: Sequence[Sequence[int]]
+    ) -> None:
         """Of a request that was just admitted. What lies between what the engine had and what it
         computes first, and was not loaded by us, a sibling connector has loaded."""
-        tables = step.tables(record.request_id)
         is_known = computed_tokens <= max(record.local_tokens, record.loaded_end)
         if not (is_known and self._origins.are_ours(tables, computed_tokens)):
             record.is_storable = False
@@ -324,8 +330,8 @@ class Planner:
     def _note_parked(self, step: Step) -> None:
         """Of requests that were admitted and compute nothing yet: they wait for a load. A load of
         ours on top of a foreign prefix does not make a prefix of ours."""
-        for scheduled in step.scheduled:
-            self._admitted.pop(scheduled.request_id, None)
+        for request_id in step.request_ids:
+            self._admitted.pop(request_id, None)
         for request_id, tables in self._admitted.items():
             record = self._records.get(request_id)
             if record is not None and not record.is_scheduled:
@@ -352,7 +358,7 @@ class Planner:
         if self._last_step is not None:
             started_s, tokens = self._last_step
             self._cost.saw_step(tokens, now_s - started_s)
-        self._last_step = (now_s, sum(s.scheduled_tokens for s in step.scheduled))
+        self._last_step = (now_s, sum(step.scheduled_tokens.values()))
 
     # Reserved slots
 

@@ -5,7 +5,7 @@ One thread: the scheduler's. Nothing here waits.
 
 from typing import Any
 
-from kvferry.offload.base import Plan, Scheduled, Step
+from kvferry.offload.base import Plan, Step
 from kvferry.offload.planner import Planner
 from kvferry.vllm_plugin.messages import WorkerMetadata
 from kvferry.vllm_plugin.request import Adapters, EngineRequest
@@ -56,9 +56,15 @@ class SchedulerRole:
         self._new_blocks.update(copy_targets(output))
         self._new_blocks.discard(NULL_BLOCK)
         new_blocks, self._new_blocks = frozenset(self._new_blocks), set()
+        new = output.scheduled_new_reqs
         return self._planner.build(
             Step(
-                scheduled=_scheduled(output),
+                request_ids=[*cached.req_ids, *(data.req_id for data in new)],
+                computed_tokens=[
+                    *cached.num_computed_tokens,
+                    *(data.num_computed_tokens for data in new),
+                ],
+                scheduled_tokens=output.num_scheduled_tokens,
                 preempted=frozenset(output.preempted_req_ids or ()),
                 new_blocks=new_blocks,
                 tables=self._tables.tables,
@@ -80,16 +86,3 @@ class SchedulerRole:
 
     def close(self) -> None:
         self._planner.close()
-
-
-def _scheduled(output: Any) -> tuple[Scheduled, ...]:
-    counts, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
-    new = [
-        Scheduled(data.req_id, data.num_computed_tokens, counts[data.req_id])
-        for data in output.scheduled_new_reqs
-    ]
-    running = [
-        Scheduled(request_id, computed, counts[request_id])
-        for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-    ]
-    return (*new, *running)

@@ -8,14 +8,18 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvferry.offload.base import Finished, Plan, Scheduled
+from kvferry.offload.base import Finished, Plan
 from kvferry.offload.base import Step as PlannerStep
 from kvferry.offload.planner import Planner
 from kvferry.testing.clock import Chance
 from kvferry.testing.world.blocks import BlockPool, Tables
+from kvferry.testing.world.checks import Failed, SimClock
 from kvferry.testing.world.requests import VOCABULARY, Load, SimRequest, Status
 from kvferry.testing.world.shape import BLOCK_TOKENS, Setup
 from kvferry.testing.world.sibling import Sibling
+
+HANG_S = 0.005
+"""An engine that asks again only after a longer time was hanging itself."""
 
 
 @dataclass
@@ -65,6 +69,7 @@ class Scheduler:
     def __init__(
         self,
         setup: Setup,
+        clock: SimClock,
         planner: Planner,
         pool: BlockPool,
         sibling: Sibling,
@@ -74,6 +79,7 @@ class Scheduler:
         weights: bytes,
     ):
         self._setup = setup
+        self._clock = clock
         self._planner = planner
         self._pool = pool
         self._tables = Tables(setup.model.groups, pool, setup.has_prefix_cache)
@@ -100,6 +106,7 @@ class Scheduler:
 
     def add(self, request: SimRequest) -> None:
         request.tables = [[] for _ in self._setup.model.groups]
+        request.asked_s = self._clock.now_s()
         self.requests[request.request_id] = request
         self.waiting.append(request)
         self._planner.on_new_request(request)
@@ -124,6 +131,8 @@ class Scheduler:
                 self._preempt(request)
             else:
                 self._poison(request)
+        for request in self.requests.values():
+            request.waited_s = 0.0
         if mode != "stale":
             self._pool.forget_all()
         self._planner.reset()
@@ -146,9 +155,9 @@ class Scheduler:
 
     def _planner_step(self, step: Step) -> PlannerStep:
         return PlannerStep(
-            scheduled=tuple(
-                Scheduled(item.request.request_id, item.computed, item.count) for item in step.items
-            ),
+            request_ids=[item.request.request_id for item in step.items],
+            computed_tokens=[item.computed for item in step.items],
+            scheduled_tokens={item.request.request_id: item.count for item in step.items},
             preempted=frozenset(step.preempted),
             new_blocks=frozenset(step.new_blocks),
             tables=lambda request_id: self.requests[request_id].tables,
@@ -314,8 +323,8 @@ class Scheduler:
         hits = self._tables.hits(request)
         local = len(hits[0]) * BLOCK_TOKENS
         ours = self._planner.match(request.request_id, local, len(request.tokens))
+        self._check_patience(request, ours)
         if ours is None:
-            self._counts["asked_again"] += 1
             return None
         siblings = self._sibling.match(request, local)
         if siblings and (self._setup.is_sibling_first or not ours):
@@ -334,6 +343,19 @@ class Scheduler:
             return 0
         self._run(step, request, count)
         return count
+
+    def _check_patience(self, request: SimRequest, answer: int | None) -> None:
+        """A request waits for an answer until a deadline, not longer: one while the ranks have
+        not agreed, one for its lookup, one if that was stale after a hang."""
+        now_s = self._clock.now_s()
+        if answer is not None:
+            request.waited_s = 0.0
+        else:
+            self._counts["asked_again"] += 1
+            request.waited_s += min(HANG_S, now_s - request.asked_s)
+        request.asked_s = now_s
+        if request.waited_s > 3 * self._setup.config.lookup_deadline_s:
+            raise Failed("d", f"{request.request_id} waits for a lookup past its deadline")
 
     def _admit_beside(
         self,
@@ -407,6 +429,21 @@ class Scheduler:
             self._counts["answered"] += 1
             self._planner.finished(request.request_id, request.tables)
             self._end(request)
+
+    def begin_load(self, request_id: str) -> None:
+        """All ranks have been told."""
+        request = self.requests.get(request_id)
+        if request is not None and request.load is not None:
+            request.load.begun_s = self._clock.now_s()
+
+    def check_loads(self, collected_s: float) -> None:
+        """At `collected_s` all ranks have said which loads have ended: those past their deadline
+        must be among them."""
+        for request in self.requests.values():
+            load = request.load
+            is_waiting = load is not None and load.ours
+            if is_waiting and collected_s > load.begun_s + self._setup.config.load_deadline_s:
+                raise Failed("d", f"{request.request_id} waits for a load past its deadline")
 
     def loads_ended(self, rank: int, finished: Finished) -> None:
         """What one rank reports, after the planner has heard its report."""
