@@ -33,6 +33,8 @@ class Program:
         self._broken_opening = inside.BrokenOpening()
 
     def open(self, model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+        if self._engine is not None:  # the test that opened it has failed
+            self.close()
         started_s = perf_counter()
         defaults = {
             "skip_tokenizer_init": True,
