@@ -14,14 +14,16 @@ from kvferry.device.host import HostCopier
 from kvferry.offload import build
 from kvferry.offload.store_jobs import StoreJobs
 
-SLOWEST_S = 0.05
+FASTEST_S = 0.02
 
 
 class SlowCopier(HostCopier):
-    """Every gather begins 20 to 50 ms after it was submitted, as on a device that is busy.
+    """Every gather begins 20 ms to `slowest_s` after it was submitted, as on a busy device.
 
     Its jobs have negative numbers, which nobody confuses with those of the pool.
     """
+
+    slowest_s = 0.05
 
     def open(self) -> None:
         super().open()
@@ -38,7 +40,7 @@ class SlowCopier(HostCopier):
 
     def submit_gather(self, pieces: Sequence[Piece]) -> int:
         number = next(self._numbers)
-        delay_s = random.Random(number).uniform(0.02, SLOWEST_S)
+        delay_s = random.Random(number).uniform(FASTEST_S, self.slowest_s)
         timer = threading.Timer(delay_s, self._begin, (number, pieces))
         self._timers.append(timer)
         timer.start()
@@ -63,8 +65,9 @@ class SlowCopier(HostCopier):
             self._begun.notify_all()
 
 
-def slow_gathers() -> Callable[[], None]:
-    """What is gathered is 20 to 50 ms late: long after the step that may overwrite it."""
+def slow_gathers(slowest_s: float = 0.05) -> Callable[[], None]:
+    """What is gathered is late: long after the step that may overwrite it."""
+    SlowCopier.slowest_s = slowest_s
     build.HostCopier = SlowCopier
     return lambda: setattr(build, "HostCopier", HostCopier)
 
