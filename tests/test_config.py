@@ -92,7 +92,7 @@ def test_a_wrong_word_is_answered_with_the_nearest_one(name, value, near):
         ({"segment_bytes": 3 * 4096, "alignment_bytes": 8192}, "multiple of 8192"),
         ({"segment_bytes": 4096}, "at least two"),
         ({"segment_bytes": "2MiB", "capacity_bytes": "1MiB"}, "at least one segment"),
-        ({"reservation_lease_s": 5}, "store_deadline_s"),
+        ({"reservation_lease_s": 45, "store_deadline_s": 30}, "twice store_deadline_s"),
     ],
 )
 def test_fields_that_contradict_each_other_are_refused(options, words):

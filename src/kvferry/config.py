@@ -138,9 +138,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     reservation_lease_s: Annotated[
         _Seconds,
         _process(
-            description="How long a reserved slot is held for its writer; at least"
-            " `store_deadline_s`. After a crash the slot is free again after this time and"
-            " `grace_s`."
+            description="How long a reserved slot is held for its writer; at least twice"
+            " `store_deadline_s`, since a slot is used only while a store surely ends in time."
+            " After a crash the slot is free again after this time and `grace_s`."
         ),
     ] = 60.0
     grace_s: Annotated[
@@ -317,8 +317,8 @@ def _check(config: Config) -> None:
     capacity = config.capacity_bytes
     if capacity is not None and capacity < (segment or 2 * alignment):
         raise _wrong("capacity_bytes", capacity, "at least one segment")
-    if config.reservation_lease_s < config.store_deadline_s:
-        expected = f"at least store_deadline_s ({config.store_deadline_s})"
+    if config.reservation_lease_s < 2 * config.store_deadline_s:
+        expected = f"at least twice store_deadline_s ({config.store_deadline_s})"
         raise _wrong("reservation_lease_s", config.reservation_lease_s, expected)
 
 
