@@ -38,7 +38,8 @@ THIRD_PARTY = {
     "vllm": (
         "vllm_plugin/",
         "cli/demo_engine.py",
-    ),  # the demo is a user of vLLM, in its own process
+        "cli/measured_engine.py",
+    ),  # demo and benchmark are users of vLLM, each engine in its own process
     "torch": ("vllm_plugin/", "device/gpu.py", "device/kernels.py"),
     "triton": ("device/kernels.py",),
     "nixl": ("_nixl.py",),

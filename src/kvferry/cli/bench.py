@@ -14,7 +14,7 @@ import typer
 import kvferry
 from kvferry.cli import options, output
 from kvferry.clock import Clock, SystemClock
-from kvferry.config import parse_size
+from kvferry.config import cache_folder, parse_size
 
 app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 
@@ -97,6 +97,26 @@ def scheduler(
     with TemporaryDirectory(dir=folder) as scratch:
         result = bench_scheduler.run(Path(scratch), requests, steps)
     show({**machine(SystemClock()), **result}, as_json=as_json)
+
+
+@app.command()
+def engine(
+    folder: Folder = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of all engines.")] = 7,
+    as_json: options.AsJson = False,
+) -> None:
+    """What storing costs a real engine, and what loading saves it. Needs vLLM and the demo's
+    model; numbers mean something only on a machine that does nothing else."""
+    from kvferry.cli import bench_engine, smollm  # noqa: PLC0415 - as its siblings
+
+    clock = SystemClock()
+    model = smollm.model_folder(cache_folder())
+    with TemporaryDirectory(dir=folder) as scratch, output.progress() as progress:
+        task = progress.add_task("rounds", total=1 + 8 * rounds)
+        bench = bench_engine.Bench(Path(scratch), model, clock)
+        result = bench.run(rounds, lambda: progress.advance(task))
+    load = [round(minutes, 2) for minutes in os.getloadavg()]
+    show({**machine(clock), "load_average": load, **result}, as_json=as_json)
 
 
 def machine(clock: Clock) -> dict[str, Any]:
