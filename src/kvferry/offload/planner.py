@@ -245,8 +245,8 @@ class Planner:
             Demand(self._config.reserve_ahead_count, count_max, self._config.grace_s) for _ in parts
         ]
         for record in self._records.values():
+            record.next_boundary = 0
             if record.request.is_cacheable:
-                record.next_boundary = 0
                 self._begin(record)
 
     def _slot_bytes(self, part: Part) -> int:

@@ -51,6 +51,7 @@ class Engine:
         self.sibling = Sibling(chance, setup.sibling_chance)
         self.scheduler = Scheduler(
             setup,
+            clock,
             self.planner,
             self.pool,
             self.sibling,
@@ -117,6 +118,8 @@ class Engine:
             rank.before_step(plan, step.new_blocks)
             yield
         self.sibling.pending += step.sibling_loads
+        for planned in step.plan.loads:
+            self.scheduler.begin_load(planned.request_id)
         for rank in self._any_order():
             for item in step.items:
                 rank.forward(item)
@@ -127,12 +130,13 @@ class Engine:
         for rank in self._any_order():
             rank.after_forward()
             yield
-        results = []
+        results, collected_s = [], self._clock.now_s()
         for rank in self._any_order():
             results.append((rank.index, *rank.results()))
             yield
         with self._clock.scheduling():
             self._update(step, results)
+            self.scheduler.check_loads(collected_s)
         yield
 
     def _any_order(self) -> list[Rank]:

@@ -49,6 +49,8 @@ class Rank:
         self._setup = setup
         self._clock = clock
         self._chance = chance
+        self._loading: set[str] = set()
+        self._must_fail: set[str] = set()
         stage, tp_index = divmod(index, setup.tp)
         self._parts = [
             (number, part)
@@ -66,7 +68,7 @@ class Rank:
             for number, part in self._parts
         }
         self.catalog = storage.open_catalog()
-        self.pages = storage.open_pages(late_s_max=setup.config.load_deadline_s)
+        self.pages = storage.open_pages(late_s_max=2 * setup.config.load_deadline_s)
         self.runner = Runner(clock, self.metrics, backoff_s=0.02, backoff_max_s=0.1)
         self._rank_parts = [self._rank_part(number, part, tp_index) for number, part in self._parts]
         extent_bytes = max(part.extent_bytes for part in self._rank_parts)
@@ -128,7 +130,11 @@ class Rank:
 
     def before_step(self, plan: bytes, new_blocks: Iterable[int]) -> None:
         """The fence; then whatever the step may overwrite is overwritten."""
-        self.jobs.before_step(PLANS.decode(plan))
+        decoded = PLANS.decode(plan)
+        self.jobs.before_step(decoded)
+        if decoded.drop_stores:
+            self._must_fail |= self._loading
+        self._loading |= {load.request_id for load in decoded.loads}
         for block in new_blocks:
             for memory in self._memories.values():
                 memory.write(block, self._chance.randbytes(2 * 2 * CONTENT_BYTES))
@@ -174,7 +180,12 @@ class Rank:
         self.jobs.after_forward(is_empty_step=False)
 
     def results(self) -> tuple[Finished, Report | None]:
-        return self.jobs.collect(), self.jobs.report()
+        finished = self.jobs.collect()
+        if (finished.done & self._must_fail) - finished.failed:
+            raise Failed("a", "a load that began before a reset was taken")
+        self._loading -= finished.done
+        self._must_fail -= finished.done
+        return finished, self.jobs.report()
 
     def check(self, request: SimRequest, start: int, end: int, labels: dict[int, bytes]) -> None:
         """The full blocks of the tokens [start, end) hold what their labels say."""

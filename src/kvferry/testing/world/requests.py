@@ -1,5 +1,6 @@
 """One request: what the planner may know of it, and the true answer, which is no secret here."""
 
+import math
 from collections.abc import Sequence
 from enum import Enum
 
@@ -35,6 +36,8 @@ class SimRequest:
         self.unknown_count = 0  # answers that are computed and not known yet
         self.admission = 0
         self.weights = b""
+        self.asked_s = 0.0
+        self.waited_s = 0.0
         self.load: Load | None = None
         self._extras = encode_extras([("salt", salt)]) if salt else b""
         self._digests = [root_digest(self._extras)]
@@ -62,12 +65,13 @@ class SimRequest:
 
 class Load:
     """What a request waits for. `ours`: the ranks that have not reported yet; a sibling's load has
-    none. `weights`: what the loaded bytes are made with."""
+    none. `begun_s`: when the last rank was told. `weights`: what the loaded bytes are made with."""
 
     def __init__(self, start: int, end: int, ranks: Sequence[int], weights: bytes):
         self.start = start
         self.end = end
         self.ours = set(ranks)
+        self.begun_s = math.inf
         self.weights = weights
         self.is_sibling = not ranks
         self.has_failed = False

@@ -119,7 +119,7 @@ def draw_setup(chance: Chance, model: Model) -> Setup:
         is_async=is_async,
         draft_count=0 if is_async else chance.choice([0, 0, 1, 3]),
         has_prefix_cache=chance.random() < 0.6,
-        sibling_chance=chance.choice([0, 0, 0.2]),
+        sibling_chance=chance.choice([0, 0.3]),
         is_sibling_first=chance.random() < 0.5,
         staging_slots=chance.choice([2, 3, 6, 12]),
         stuck_gather_chance=chance.choice([0, 0, 0.2]),

@@ -23,7 +23,7 @@ from kvferry.testing.world.shape import Model
 
 PAGE_FAULTS = {
     Fault.SHORT: 0.01,
-    Fault.LATE: 0.05,
+    Fault.LATE: 0.08,
     Fault.LOST: 0.001,
     Fault.DUPLICATE: 0.02,
     Fault.FLIP_RETURNED: 0.01,
@@ -106,6 +106,7 @@ class Storage:
         self.all_pages: list[FaultyPages] = []
         self.all_catalogs: list[FaultyCatalog] = []
         self._saved = self.catalog.save()
+        self._old_pages: dict[tuple[int, int], bytes] = {}
 
     def _make_catalog(self) -> MemoryCatalog:
         catalog = MemoryCatalog(self._clock, grace_s=0.2)
@@ -145,6 +146,31 @@ class Storage:
 
     def fill_disk(self) -> None:
         self._medium.room_bytes = self._plain.used_bytes()
+
+    def damage(self) -> None:
+        """One stored page is no more what it was."""
+        places = [
+            (segment, slot) for segment in self._medium.segments.values() for slot in segment.slots
+        ]
+        if not places:
+            return
+        segment, slot = self._chance.choice(places)
+        page, geometry = segment.slots[slot], segment.facts.geometry
+        kind = self._chance.choice(["flip", "flip", "zero", "cut", "swap", "replay"])
+        if kind == "flip":
+            start = self._chance.randrange(geometry.slice_count) * geometry.slice_bytes
+            offset = start + HEADER_BYTES + self._chance.randrange(geometry.payload_bytes)
+            page[offset : offset + 1] = bytes(byte ^ 1 for byte in page[offset : offset + 1])
+        elif kind == "zero":
+            page[:] = bytes(len(page))
+        elif kind == "cut":
+            del page[self._chance.randrange(len(page) + 1) :]
+        elif kind == "swap":
+            other = self._chance.choice(list(segment.slots))
+            segment.slots[slot], segment.slots[other] = segment.slots[other], page
+        elif (segment.facts.segment, slot) in self._old_pages:
+            page[:] = self._old_pages[segment.facts.segment, slot]
+        self._old_pages[segment.facts.segment, slot] = bytes(page)
 
     def free_disk(self) -> None:
         self._medium.room_bytes = None

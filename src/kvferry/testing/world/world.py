@@ -75,11 +75,11 @@ class World:
             self._act(engine.runner.step)
         elif draw < 0.94:
             engine.end_sibling_load()
-        elif draw < 0.99:
+        elif draw < 0.985:
             self._client(engine)
-        elif draw < 0.995:
+        elif draw < 0.990:
             self._pause(engine)
-        elif draw < 0.997:
+        elif draw < 0.995:
             self._operate(engine)
 
     def _act(self, action: Callable) -> None:
@@ -140,8 +140,10 @@ class World:
             "fill disk": storage.fill_disk,
             "free disk": storage.free_disk,
             "release pages": self._release,
+            "damage": storage.damage,
         }
-        name = self._chance.choice([*actions, "reset", "crash", "save catalog", "release pages"])
+        common = ["damage", "damage", "damage", "reset", "release pages", "save catalog"]
+        name = self._chance.choice([*actions, *common])
         self.counts[name] += 1
         self.note(f"{engine.name}: {name}")
         actions[name]()
@@ -190,7 +192,7 @@ class World:
         raise Failed("d", f"{busy} did not come to rest")
 
     def _round(self) -> None:
-        self._clock.advance(0.001)
+        self._clock.advance(0.002)
         for engine in self.engines:
             engine.advance()
             engine.runner.step()

@@ -1,0 +1,228 @@
+"""The simulated world holds, by seed; everything happened in it; and what it should catch it does.
+
+A run that fails is replayed with `python -m kvferry.testing.world --seed N --steps 800`.
+"""
+
+from collections import Counter
+
+import pytest
+
+from kvferry.offload import load_jobs, planner, store_jobs
+from kvferry.offload.agreement import Agreement
+from kvferry.offload.origin import Origins
+from kvferry.pages import memory
+from kvferry.pages.base import Outcome, Result
+from kvferry.testing.catalog_faults import CatalogFault
+from kvferry.testing.faults import Fault
+from kvferry.testing.world.checks import Failed, SimClock
+from kvferry.testing.world.world import World
+
+STEPS = 800
+SEEDS = 150
+SEEDS_EACH = 10
+
+HAPPENED = (
+    "answered",
+    "preemption",
+    "abort",
+    "abort_loading",
+    "asked_again",
+    "load_tokens",
+    "load_in_part",
+    "load_in_vain",
+    "local_hit_tokens",
+    "sibling_load",
+    "mixed",
+    "holder_evicted",
+    "fences",
+    "pause",
+    "time_jump",
+    "proven_slices",
+    "published",
+    "crash",
+    "reset",
+    "damage",
+    "lose catalog",
+    "restore catalog",
+    "fill disk",
+    "kvferry_loaded_tokens_total",
+    "kvferry_stored_tokens_total",
+    "kvferry_evictions_total",
+    "kvferry_evictions_of_bad_total",
+    "kvferry_segments_deleted_total",
+    "kvferry_reservations_expired_total",
+    "kvferry_breaker_openings_total",
+    *(
+        f"kvferry_store_drops_total{{{reason}}}"
+        for reason in (
+            "fenced",
+            "expired",
+            "late",
+            "no_slot",
+            "no_space",
+            "no_staging",
+            "unavailable",
+            "reset",
+        )
+    ),
+    *(
+        f"kvferry_load_failures_total{{{reason}}}"
+        for reason in ("absent", "foreign", "corrupt", "short", "io_error", "late", "reset")
+    ),
+    *(f"kvferry_lookups_total{{{outcome}}}" for outcome in ("hit", "miss", "late", "unavailable")),
+    *(f"CatalogFault.{fault.name}" for fault in CatalogFault),
+    *(f"Fault.{fault.name}" for fault in Fault),
+)
+
+
+def run(seeds: range, steps: int = STEPS) -> Counter:
+    counts: Counter[str] = Counter()
+    for seed in seeds:
+        world = World(seed)
+        try:
+            world.run(steps)
+        except Exception as error:
+            error.add_note("\n".join([f"seed {seed}, {steps} steps:", *world.events]))
+            raise
+        counts.update(world.counts)
+    return counts
+
+
+@pytest.fixture(scope="module")
+def happened() -> Counter:
+    """What happened in all runs of this module."""
+    return Counter()
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, SEEDS_EACH))
+def test_all_five_checkers_are_content(happened, first):
+    happened.update(run(range(first, first + SEEDS_EACH)))
+
+
+def test_everything_happened(happened):
+    """A world in which nothing is loaded, nothing fails and nobody is preempted shows nothing."""
+    counts = happened or run(range(SEEDS))
+    assert [name for name in HAPPENED if counts[name] == 0] == []
+
+
+def test_a_seed_replays(happened):
+    assert run(range(7, 8)) == run(range(7, 8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(1000, 4000, 50))
+def test_thousands_of_worlds(first):
+    run(range(first, first + 50), steps=2000)
+
+
+# What the checkers are for: without each of these the world is found out.
+
+
+def without_fence(patch):
+    patch.setattr(store_jobs.StoreJobs, "fence", lambda self, overwritten: None)
+
+
+def without_giving_up(patch):
+    """A gather that is not done in time is trusted to have been."""
+    patch.setattr(store_jobs.StoreJobs, "_give_up", lambda self, jobs: None)
+
+
+def without_verification(patch):
+    read = memory.MemoryPages._read
+
+    def trusting(self, job, index, extent):
+        result = read(self, job, index, extent)
+        is_bad = result.outcome in (Outcome.CORRUPT, Outcome.FOREIGN)
+        return Result(job, index, Outcome.OK) if is_bad else result
+
+    patch.setattr(memory.MemoryPages, "_read", trusting)
+
+
+def without_origins(patch):
+    patch.setattr(Origins, "are_ours", lambda self, tables, end_tokens: True)
+
+
+def without_new_namespace(patch):
+    patch.setattr(Agreement, "rename", lambda self, name: None)
+
+
+def with_early_staging(patch):
+    """The slot is given back when the bytes are gathered, not when they are written."""
+    after_gather = store_jobs.StoreJobs._after_gather
+
+    def hasty(self, job):
+        after_gather(self, job)
+        if job.staging_address is not None:
+            self._staging.give_back(job.staging_address)
+
+    patch.setattr(store_jobs.StoreJobs, "_after_gather", hasty)
+    patch.setattr(store_jobs.StoreJobs, "_release", lambda self, job: None)
+
+
+def with_unaccepted_tokens(patch):
+    """Finished requests store up to their last token, whose KV was never computed."""
+
+    def greedy(self, request_id, tables=None):
+        record = self._records.pop(request_id, None)
+        if record is not None and tables is not None and record.is_storable:
+            self._store_late(record, tables, len(record.request.tokens))
+
+    patch.setattr(planner.Planner, "finished", greedy)
+
+
+def without_load_deadline(patch):
+    def patient(self):
+        with self._lock:
+            ended, self._ended = self._ended, []
+            bad_pages, self._bad_pages = self._bad_pages, []
+        return ended, bad_pages
+
+    patch.setattr(load_jobs.LoadJobs, "collect", patient)
+
+
+def with_hidden_failures(patch):
+    patch.setattr(load_jobs.LoadJob, "has_failed", property(lambda self: False))
+
+
+def with_waiting_scheduler(patch):
+    build = planner.Planner.build
+
+    def slow(self, step):
+        self._clock.sleep(0.001)
+        return build(self, step)
+
+    patch.setattr(planner.Planner, "build", slow)
+
+
+def with_forgotten_record(patch):
+    patch.setattr(planner.Planner, "finished", lambda self, request_id, tables=None: None)
+
+
+@pytest.mark.parametrize(
+    ("mutation", "checker"),
+    [
+        (without_fence, "a"),
+        (without_giving_up, "a"),
+        (without_verification, "a"),
+        (without_origins, "a"),
+        (without_new_namespace, "a"),
+        (with_early_staging, "ad"),
+        (with_unaccepted_tokens, "a"),
+        (with_hidden_failures, "a"),
+        (without_load_deadline, "d"),
+        (with_forgotten_record, "d"),
+        (with_waiting_scheduler, "e"),
+    ],
+)
+def test_the_world_finds_out(monkeypatch, mutation, checker):
+    mutation(monkeypatch)
+    with pytest.raises(Failed) as failed:
+        run(range(100), steps=1000)
+    assert failed.value.checker in checker
+
+
+def test_a_clock_that_is_asked_to_sleep_in_the_scheduler_says_so():
+    clock = SimClock(0)
+    clock.sleep(1.0)
+    with pytest.raises(Failed), clock.scheduling():
+        clock.sleep(1.0)
