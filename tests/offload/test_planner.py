@@ -1,0 +1,206 @@
+"""The scheduler half: what is asked, loaded and stored, and for how long anything waits."""
+
+import msgspec
+import pytest
+
+from kvferry.catalog.base import Commit
+from kvferry.offload.base import Report
+from kvferry.offload.room import unpack
+from tests.offload.parts import CONFIG, Bench, PlainRequest, make_part
+
+TOKENS = list(range(100, 132))  # four chunks of 8
+
+
+@pytest.fixture
+def bench():
+    bench = Bench()
+    bench.agree()
+    return bench
+
+
+def publish(bench: Bench, plan) -> None:
+    """What workers do with a plan's stores, in no time."""
+    for store in (*plan.stores, *plan.late_stores):
+        part = bench.parts[store.span.part_index]
+        commits = [
+            Commit(
+                chunk.key,
+                chunk.parent,
+                chunk.chunk_index,
+                unpack(store.span.slots[index * 24 : index * 24 + 24]),
+                0,
+                part.slice_count,
+            )
+            for index, chunk in enumerate(store.span.chunks())
+        ]
+        bench.catalog.commit(plan.parts[store.span.part_index][2], commits)
+
+
+def stored(plan) -> list[int]:
+    """Chunks that a plan stores."""
+    spans = [store.span for store in (*plan.stores, *plan.late_stores)]
+    return [chunk.chunk_index for span in spans for chunk in span.chunks()]
+
+
+def test_what_one_request_stores_the_next_one_loads(bench):
+    bench.begin("a", TOKENS)
+    publish(bench, bench.admit("a", 0, 32))
+    bench.begin("b", [*TOKENS, 1])
+    assert bench.planner.match("b", 0, 33) == 32
+    bench.planner.allocated("b", bench.tables["b"], 32)
+    (load,) = bench.step().loads
+    assert (load.request_id, load.start_token, load.end_token) == ("b", 0, 32)
+    assert load.spans[0].blocks == tuple(bench.tables["b"][0][:8])
+
+
+def test_only_accepted_and_computed_tokens_are_stored(bench):
+    request = bench.begin("a", TOKENS[:15])
+    assert stored(bench.admit("a", 0, 15)) == [0]
+    plan = bench.step({"a": (15, 4)})  # guesses beyond what is known
+    assert stored(plan) == []
+    request.tokens = TOKENS[:17]
+    assert stored(bench.step({"a": (16, 1)})) == [1]
+
+
+def test_a_finished_request_stores_all_but_its_last_token(bench):
+    request = bench.begin("a", TOKENS[:15])
+    bench.admit("a", 0, 15)
+    request.tokens = TOKENS[:16]
+    bench.planner.finished("a", bench.tables["a"])
+    assert stored(bench.step()) == []
+    request = bench.begin("b", TOKENS[16:31])
+    bench.admit("b", 0, 15)
+    bench.step({"b": (15, 1)})
+    request.tokens = TOKENS[16:33]
+    request.tokens.append(7)
+    bench.planner.finished("b", bench.tables["b"])
+    assert stored(bench.step()) == [1]
+    assert bench.planner.is_idle()
+
+
+def test_a_request_that_was_preempted_owns_nothing(bench):
+    """Its blocks are new ones for a load when it is aborted: nothing in them is computed yet."""
+    bench.catalog.close()  # no slots while it computes
+    bench.begin("a", TOKENS)
+    assert stored(bench.admit("a", 0, 32)) == []
+    bench.step(preempted=frozenset(["a"]))
+    bench.catalog.open(bench.facts.store_id, bench.facts.capacity_bytes, bench.facts.segment_bytes)
+    bench.clock.advance(5.0)
+    bench.step()
+    bench.background()
+    bench.step()
+    bench.planner.finished("a", bench.tables["a"])
+    assert stored(bench.step()) == []
+
+
+def test_what_a_sibling_loaded_is_not_stored_nor_what_hangs_on_it(bench):
+    bench.begin("a", TOKENS)
+    bench.planner.match("a", 0, 32)
+    assert stored(bench.admit("a", 8, 24)) == []  # 8 tokens came from elsewhere
+    bench.tables["b"] = [[*bench.tables["a"][0][:4], 90, 91, 92, 93]]
+    bench.planner.on_new_request(PlainRequest("b", [*TOKENS[:16], *range(16)]))
+    bench.background()
+    bench.planner.match("b", 16, 32)
+    assert stored(bench.step({"b": (16, 16)}, frozenset([90, 91, 92, 93]))) == []
+
+
+def test_a_reset_makes_a_namespace_that_nobody_has(bench):
+    bench.begin("a", TOKENS)
+    publish(bench, bench.admit("a", 0, 32))
+    before = bench.step().parts
+    bench.planner.finished("a", bench.tables["a"])
+    bench.planner.reset()
+    plan = bench.step()
+    assert plan.drop_stores
+    assert (stored(plan), plan.parts == before) == ([], False)
+    bench.begin("b", TOKENS)
+    assert bench.planner.match("b", 0, 32) == 0
+    assert not bench.step().drop_stores
+
+
+def test_a_running_request_stores_nothing_after_a_reset(bench):
+    bench.begin("a", TOKENS)
+    bench.admit("a", 0, 8)
+    bench.planner.reset()
+    bench.background()
+    bench.step()
+    assert stored(bench.step({"a": (8, 24)})) == []
+
+
+def test_an_answer_is_waited_for_until_its_deadline(bench):
+    bench.planner.on_new_request(PlainRequest("a", TOKENS))
+    assert bench.planner.match("a", 0, 32) is None
+    bench.clock.advance(CONFIG.lookup_deadline_s - 0.01)
+    assert bench.planner.match("a", 0, 32) is None
+    bench.clock.advance(0.02)
+    assert bench.planner.match("a", 0, 32) == 0
+    assert bench.metrics.value("kvferry_lookups_total", outcome="late") == 1
+
+
+def test_ranks_are_waited_for_once():
+    bench = Bench()
+    bench.planner.on_new_request(PlainRequest("a", TOKENS))
+    assert bench.planner.match("a", 0, 32) is None
+    bench.clock.advance(CONFIG.lookup_deadline_s)
+    assert bench.planner.match("a", 0, 32) == 0
+    bench.planner.on_new_request(PlainRequest("b", TOKENS))
+    assert bench.planner.match("b", 0, 32) == 0
+
+
+def test_a_stale_answer_is_asked_again(bench):
+    bench.begin("a", TOKENS)
+    publish(bench, bench.admit("a", 0, 32))
+    bench.begin("b", [*TOKENS, 1])
+    assert bench.planner.match("b", 0, 33) == 32
+    bench.clock.advance(CONFIG.grace_s)
+    assert bench.planner.match("b", 0, 33) is None
+    bench.background()
+    assert bench.planner.match("b", 0, 33) == 32
+
+
+def test_a_key_that_failed_is_not_offered_for_a_while_and_stored_again(bench):
+    bench.begin("a", TOKENS)
+    plan = bench.admit("a", 0, 32)
+    publish(bench, plan)
+    bench.begin("b", [*TOKENS, 1])
+    assert bench.planner.match("b", 0, 33) == 32
+    bench.planner.allocated("b", bench.tables["b"], 32)
+    (load,) = bench.step(new_blocks=frozenset(bench.tables["b"][0])).loads
+    bad = load.spans[0].keys[32:64]
+    bench.planner.receive(Report(failed_keys=((plan.parts[0][2], bad),)))
+    again = bench.step({"b": (8, 25)})
+    assert stored(again) == [1]
+    bench.begin("c", [*TOKENS, 2])
+    assert bench.planner.match("c", 0, 33) == 8
+    bench.clock.advance(CONFIG.failed_key_ttl_s + 0.1)
+    bench.planner.match("c", 0, 33)
+    bench.background()
+    assert bench.planner.match("c", 0, 33) == 32
+
+
+def test_several_groups_leave_a_token_to_compute():
+    bench = Bench(parts=(make_part(), make_part(group_index=1, window_tokens=16)))
+    bench.agree()
+    bench.begin("a", TOKENS)
+    publish(bench, bench.admit("a", 0, 32))
+    bench.begin("b", TOKENS)
+    assert bench.planner.match("b", 0, 32) == 24
+
+
+def test_what_is_not_cacheable_is_neither_looked_up_nor_stored(bench):
+    request = PlainRequest("a", TOKENS)
+    request.is_cacheable = False
+    bench.planner.on_new_request(request)
+    bench.tables["a"] = [list(range(1, 9))]
+    assert bench.planner.match("a", 0, 32) == 0
+    assert stored(bench.admit("a", 0, 32)) == []
+    bench.planner.finished("a", bench.tables["a"])
+    assert stored(bench.step()) == []
+
+
+def test_a_plan_survives_its_way_to_the_worker(bench):
+    bench.begin("a", TOKENS)
+    plan = bench.admit("a", 0, 32)
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=type(plan))
+    assert decoded == plan
+    assert stored(decoded) == [0, 1, 2, 3]
