@@ -1,0 +1,122 @@
+"""Slots, demand, costs, origins and quarantine: small books that must not be wrong by one."""
+
+from kvferry.catalog.base import Slot
+from kvferry.layout import Address
+from kvferry.offload.base import SLOT
+from kvferry.offload.cost import PREFILL_TOKENS_MIN, PROBE_EVERY, CostModel
+from kvferry.offload.origin import Origins
+from kvferry.offload.quarantine import Quarantine
+from kvferry.offload.room import Demand, SlotPool, unpack
+from kvferry.testing.clock import ManualClock
+from tests.offload.parts import make_part
+
+
+def slots(count: int) -> list[Slot]:
+    return [Slot(Address(1, number), bytes([number]) * 16) for number in range(count)]
+
+
+def taken(packed: bytes) -> list[Slot]:
+    return [unpack(packed[at : at + SLOT.size]) for at in range(0, len(packed), SLOT.size)]
+
+
+def test_slots_are_handed_out_once_oldest_first():
+    pool = SlotPool()
+    pool.add(slots(3), sure_until_s=10.0)
+    packed, until_s = pool.take(2, needed_until_s=5.0)
+    assert (taken(packed), until_s) == (slots(2), 10.0)
+    assert pool.drain() == slots(3)[2:]
+    assert pool.take(1, 0.0) is None
+
+
+def test_a_slot_that_may_end_too_early_is_not_used():
+    pool = SlotPool()
+    pool.add(slots(2), sure_until_s=10.0)
+    pool.add([Slot(Address(2, 0), b"n" * 16)], sure_until_s=20.0)
+    packed, until_s = pool.take(3, needed_until_s=10.5)
+    assert (taken(packed), until_s) == ([Slot(Address(2, 0), b"n" * 16)], 20.0)
+    assert len(pool) == 0
+
+
+def test_demand_covers_what_is_in_sight_and_what_is_in_grace():
+    demand = Demand(ahead_count=4, count_max=100, grace_s=10.0)
+    assert demand.wanted_count(0.0) == 4
+    demand.in_sight_count = 3
+    assert demand.wanted_count(0.0) == 7
+    demand.used(20, 1.0)
+    assert demand.wanted_count(10.0) == 23
+    assert demand.wanted_count(11.5) == 7
+    demand.in_sight_count = 1000
+    assert demand.wanted_count(12.0) == 100
+
+
+def model(load_tokens_per_s: float, prefill_tokens_per_s: float) -> CostModel:
+    cost = CostModel(True)
+    cost.saw_load(int(load_tokens_per_s), 1.0)
+    cost.saw_step(int(prefill_tokens_per_s), 1.0)
+    return cost
+
+
+def test_a_load_pays_where_it_is_faster_than_computing():
+    assert model(2000, 1000).pays()
+    assert not model(1000, 2000).pays()
+
+
+def test_a_load_that_does_not_pay_is_tried_now_and_then():
+    cost = model(1000, 2000)
+    answers = [cost.pays() for _ in range(2 * PROBE_EVERY)]
+    assert sum(answers) == 2
+
+
+def test_short_steps_say_nothing_about_prefill():
+    cost = model(1000, 0)
+    cost.saw_step(PREFILL_TOKENS_MIN - 1, 0.001)
+    assert cost.pays()
+    cost.saw_step(PREFILL_TOKENS_MIN, 0.001)
+    assert not cost.pays()
+
+
+def test_only_what_was_allocated_since_is_ours():
+    origins = Origins()
+    origins.allocated([1, 2])
+    origins.agree((make_part(),))
+    origins.allocated([3, 4])
+    assert not origins.are_ours([[1, 2]], 8)
+    assert not origins.are_ours([[3, 2]], 8)
+    assert origins.are_ours([[3, 4]], 8)
+    assert origins.are_ours([[3, 4, 1]], 11)  # the third block is not full
+
+
+def test_a_clean_block_on_a_foreign_one_is_no_clean_prefix():
+    """A prefix cache puts blocks of different requests together."""
+    origins = Origins()
+    origins.agree((make_part(),))
+    origins.allocated([1, 2, 3])
+    origins.disown([[1, 2, 3]], 0, 4)
+    assert not origins.are_ours([[1, 2, 3]], 12)
+    assert origins.are_ours([[0, 2, 3]], 12)
+    origins.allocated([1])
+    assert origins.are_ours([[1, 2, 3]], 12)
+
+
+def test_after_a_reset_nothing_is_ours():
+    origins = Origins()
+    origins.agree((make_part(),))
+    origins.allocated([1, 2])
+    origins.forget()
+    assert not origins.are_ours([[1, 2]], 8)
+    assert origins.are_ours([[1, 2]], 0)
+
+
+def test_quarantine_ends_by_itself():
+    clock = ManualClock()
+    quarantine = Quarantine(clock, ttl_s=10.0)
+    quarantine.add(b"a")
+    clock.advance(6.0)
+    quarantine.add(b"b")
+    assert sorted(quarantine.among({b"a": 1, b"b": 2, b"c": 3})) == [1, 2]
+    clock.advance(5.0)
+    assert b"a" not in quarantine
+    assert quarantine.among({b"a": 1, b"b": 2}) == [2]
+    quarantine.add(b"a")
+    assert b"a" in quarantine
+    assert quarantine.version == 3
