@@ -127,3 +127,9 @@ def test_supported_versions(version):
 def test_other_versions_are_refused_naming_the_range(version):
     with pytest.raises(ConfigError, match=r"0\.26 to 0\.33"):
         check_version(version)
+
+
+def test_memory_that_no_copier_reaches_is_refused_by_name():
+    refusals.check_memory({"cpu"})
+    with pytest.raises(ConfigError, match="lies in cuda memory"):
+        refusals.check_memory({"cpu", "cuda"})

@@ -13,7 +13,7 @@ from kvferry.pages.base import PageStore, SegmentFacts, StoreFacts
 def recover(catalog: Catalog, pages: PageStore, facts: StoreFacts, metrics: Metrics) -> None:
     """Adopts every segment of the store that the catalog does not know, and deletes those for
     which its budget has no room."""
-    known = catalog.snapshot().segments
+    known = catalog.segments()
     for segment in pages.segments():
         if segment.segment not in known:
             _adopt(catalog, pages, facts, metrics, segment)

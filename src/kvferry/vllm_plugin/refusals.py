@@ -35,6 +35,16 @@ def check(config: Config, vllm_config: Any, kv_cache_config: Any, version: tuple
             raise ConfigError("vllm.refused", message)
 
 
+def check_memory(device_types: set[str]) -> None:
+    """Raises ConfigError where the KV cache lies in memory that no copier reaches."""
+    for device_type in sorted(device_types - {"cpu"}):
+        raise ConfigError(
+            "vllm.refused",
+            f"the KV cache lies in {device_type} memory: this version of kvferry copies CPU memory"
+            " only; run vLLM on its CPU backend, or without kvferry",
+        )
+
+
 def group_kind(group: Any) -> str | None:
     """The one kind of all layers of a cache group; None if it is not supported."""
     kinds = {GROUP_KINDS.get(type(spec).__name__) for spec in versions.layer_specs(group)}

@@ -12,6 +12,7 @@ from kvferry.metrics import Metrics
 from kvferry.offload.base import Finished, Plan
 from kvferry.offload.build import open_jobs
 from kvferry.offload.jobs import Jobs
+from kvferry.vllm_plugin import refusals
 from kvferry.vllm_plugin.identity import Rank, local_parts
 from kvferry.vllm_plugin.messages import encode
 from kvferry.vllm_plugin.weights import model_record
@@ -34,6 +35,7 @@ class WorkerRole:
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Opens the jobs over the engine's memory. Raises ConfigError, UnavailableError."""
+        refusals.check_memory({tensor.device.type for tensor in kv_caches.values()})
         self._kv_caches = dict(kv_caches)
         rank = this_rank()
         model = model_record(self._config, self._vllm_config)
