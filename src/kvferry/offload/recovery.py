@@ -5,18 +5,25 @@ over, and as a cheap check at every start.
 """
 
 from kvferry.catalog.base import Catalog, Page, Space
+from kvferry.catalog.snapshot import SegmentState
 from kvferry.errors import ExhaustedError
 from kvferry.metrics import Metrics
 from kvferry.pages.base import PageStore, SegmentFacts, StoreFacts
 
 
 def recover(catalog: Catalog, pages: PageStore, facts: StoreFacts, metrics: Metrics) -> None:
-    """Adopts every segment of the store that the catalog does not know, and deletes those for
-    which its budget has no room."""
+    """Adopts every segment of the store that the catalog does not know, deletes those for which
+    its budget has no room, and forgets those whose file is gone or says nothing of itself."""
     known = catalog.segments()
-    for segment in pages.segments():
+    found = pages.segments()  # after `known`: what was READY then has a file now
+    for segment in found:
         if segment.segment not in known:
             _adopt(catalog, pages, facts, metrics, segment)
+    present = {segment.segment for segment in found}
+    for number, entry in known.items():
+        if entry.state is SegmentState.READY and number not in present:
+            pages.delete_segment(number)
+            catalog.shrunk(number)
 
 
 def _adopt(
