@@ -198,6 +198,18 @@ def test_what_is_not_cacheable_is_neither_looked_up_nor_stored(bench):
     assert stored(bench.step()) == []
 
 
+def test_slots_that_are_too_old_to_be_used_are_not_kept_from_others(bench):
+    bench.begin("a", TOKENS)
+    bench.planner.finished("a")
+    (before,) = bench.catalog.stats().spaces
+    bench.clock.advance(CONFIG.reservation_lease_s - CONFIG.store_deadline_s + 1)
+    bench.step()
+    bench.background()
+    (after,) = bench.catalog.stats().spaces
+    assert before.reserved_count > CONFIG.reserve_ahead_count
+    assert after.reserved_count == CONFIG.reserve_ahead_count
+
+
 def test_a_plan_survives_its_way_to_the_worker(bench):
     bench.begin("a", TOKENS)
     plan = bench.admit("a", 0, 32)

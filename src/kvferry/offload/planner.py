@@ -368,11 +368,12 @@ class Planner:
         for index, demand in enumerate(self._demands):
             pool, wanted = self._stores.pools[index], demand.wanted_count(now_s)
             pool.discard_before(now_s + self._config.store_deadline_s)
-            have = len(pool)
-            self._wanted[self._agreement.parts[index].namespace] = wanted
+            part, have = self._agreement.parts[index], len(pool)
+            self._give_back(part, pool.take_discarded())
+            self._wanted[part.namespace] = wanted
             if index in self._refills or have * 2 > wanted:
                 continue
-            part, lease_s = self._agreement.parts[index], self._config.reservation_lease_s
+            lease_s = self._config.reservation_lease_s
             work = functools.partial(self._room.reserve, part, wanted - have, lease_s)
             orphan = functools.partial(self._abort, part.namespace)
             ticket = self._runner.submit(work, self._config.store_deadline_s, orphan)
@@ -391,10 +392,12 @@ class Planner:
 
     def _give_back_pools(self) -> None:
         for part, pool in zip(self._agreement.parts, self._stores.pools, strict=True):
-            slots = pool.drain()
-            if slots:
-                work = functools.partial(self._abort, part.namespace, slots)
-                self._runner.submit(work, self._config.store_deadline_s)
+            self._give_back(part, pool.drain())
+
+    def _give_back(self, part: Part, slots: list[Slot]) -> None:
+        if slots:
+            work = functools.partial(self._abort, part.namespace, slots)
+            self._runner.submit(work, self._config.store_deadline_s)
 
     def _abort(self, namespace: bytes, slots: list[Slot]) -> None:
         self._catalog.abort(namespace, slots)

@@ -5,6 +5,7 @@ works on the runner thread: it reserves, and where free slots are short adds seg
 deletes what was emptied.
 """
 
+import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -27,6 +28,7 @@ class SlotPool:
 
     def __init__(self) -> None:
         self._slots: deque[tuple[bytes, float]] = deque()
+        self._discarded: list[bytes] = []
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -46,15 +48,19 @@ class SlotPool:
         return b"".join(packed for packed, _ in taken), min(until for _, until in taken)
 
     def discard_before(self, needed_until_s: float) -> None:
-        """Forgets slots that are ours for too short a time: their leases end by themselves."""
+        """Sets slots aside that are ours for too short a time."""
         while self._slots and self._slots[0][1] < needed_until_s:
-            self._slots.popleft()
+            self._discarded.append(self._slots.popleft()[0])
+
+    def take_discarded(self) -> list[Slot]:
+        """Slots set aside since the last call, to be given back."""
+        discarded, self._discarded = self._discarded, []
+        return [unpack(packed) for packed in discarded]
 
     def drain(self) -> list[Slot]:
         """All slots, to be given back."""
-        slots = [unpack(packed) for packed, _ in self._slots]
-        self._slots.clear()
-        return slots
+        self.discard_before(math.inf)
+        return self.take_discarded()
 
 
 class Demand:
