@@ -29,7 +29,7 @@ SETTINGS = {"max_model_len": 640, "max_num_batched_tokens": 256, "enable_chunked
 
 
 class Compared(NamedTuple):
-    """`differences`: of each page that was stored under pressure to the one without, the greatest."""
+    """`differences`: the greatest in each page that was stored under pressure."""
 
     differences: np.ndarray
     answers: Answers
