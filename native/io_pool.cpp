@@ -1,5 +1,7 @@
 #include "io_pool.h"
 
+#include <fcntl.h>
+
 #include <cerrno>
 #include <utility>
 
@@ -13,8 +15,15 @@ Outcome outcome_of(int error_number) {
   return is_full ? Outcome::kNoSpace : Outcome::kIoError;
 }
 
-uint64_t payload_checksum(const Operation& operation, size_t index) {
+uint64_t payload_checksum(const Operation& operation, uint32_t index) {
   return checksum(operation.slice(index) + kHeaderBytes, operation.slice_bytes - kHeaderBytes);
+}
+
+// Buffered I/O goes slice by slice: what was just copied, or is about to be, is still in the
+// processor's cache for the checksum. Direct I/O takes the extent at once.
+uint32_t slices_at_once(const Operation& operation) {
+  const bool is_direct = ::fcntl(operation.descriptor, F_GETFL) & O_DIRECT;
+  return is_direct ? operation.slice_count : 1;
 }
 
 struct Transfer {
@@ -22,18 +31,21 @@ struct Transfer {
   int error_number = 0;
 };
 
-// Repeats `call` (pread or pwrite) until the extent is done, nothing more comes or it fails.
+// Repeats `call` (pread or pwrite) until these slices are done, nothing more comes or it fails.
 template <class Call>
-Transfer transfer(const Operation& operation, Call call) {
+Transfer transfer(const Operation& operation, uint32_t first, uint32_t count, Call call) {
+  const size_t start_bytes = first * operation.slice_bytes;
+  const size_t total_bytes = count * operation.slice_bytes;
   Transfer state;
-  while (state.done_bytes < operation.extent_bytes()) {
-    const ssize_t count = call(operation.descriptor, operation.slice(0) + state.done_bytes,
-                               operation.extent_bytes() - state.done_bytes,
-                               static_cast<off_t>(operation.offset_bytes + state.done_bytes));
-    if (count < 0 && errno == EINTR) continue;
-    if (count < 0) state.error_number = errno;
-    if (count <= 0) break;
-    state.done_bytes += count;
+  while (state.done_bytes < total_bytes) {
+    const size_t place_bytes = start_bytes + state.done_bytes;
+    const ssize_t moved_bytes =
+        call(operation.descriptor, operation.slice(0) + place_bytes, total_bytes - state.done_bytes,
+             static_cast<off_t>(operation.offset_bytes + place_bytes));
+    if (moved_bytes < 0 && errno == EINTR) continue;
+    if (moved_bytes < 0) state.error_number = errno;
+    if (moved_bytes <= 0) break;
+    state.done_bytes += moved_bytes;
   }
   return state;
 }
@@ -41,6 +53,34 @@ Transfer transfer(const Operation& operation, Call call) {
 // Past a ragged end of file, direct I/O says EINVAL where buffered I/O says 0.
 bool is_end_of_file(const Transfer& state) {
   return state.error_number == 0 || (state.error_number == EINVAL && state.done_bytes > 0);
+}
+
+bool read_slices(const Operation& operation, uint32_t first, uint32_t count, Result& result) {
+  const Transfer state = transfer(operation, first, count, ::pread);
+  if (state.done_bytes == count * operation.slice_bytes) return true;
+  const bool is_short = is_end_of_file(state);
+  result.outcome = is_short ? Outcome::kShort : Outcome::kIoError;
+  result.error_number = is_short ? 0 : state.error_number;
+  return false;
+}
+
+bool check_slice(const Operation& operation, uint32_t index, bool verify_payload, Result& result) {
+  const SliceHeader& header = operation.header(index);
+  result.outcome = verify(header, operation.page, operation.first_slice + index);
+  if (result.outcome != Outcome::kOk) return false;
+  result.checksums.push_back(header.payload_checksum);
+  if (verify_payload && payload_checksum(operation, index) != header.payload_checksum) {
+    result.outcome = Outcome::kCorrupt;
+  }
+  return result.outcome == Outcome::kOk;
+}
+
+bool write_slices(const Operation& operation, uint32_t first, uint32_t count, Result& result) {
+  const Transfer state = transfer(operation, first, count, ::pwrite);
+  if (state.done_bytes == count * operation.slice_bytes) return true;
+  result.error_number = state.error_number ? state.error_number : EIO;
+  result.outcome = outcome_of(result.error_number);
+  return false;
 }
 
 }  // namespace
@@ -121,42 +161,27 @@ void IoPool::work(Queue& queue, void (*run)(Task&)) {
 
 void IoPool::read(Task& task) {
   const Operation& operation = task.operation;
-  Result& result = task.result;
-  const Transfer state = transfer(operation, ::pread);
-  if (state.done_bytes < operation.extent_bytes()) {
-    const bool is_short = is_end_of_file(state);
-    result.outcome = is_short ? Outcome::kShort : Outcome::kIoError;
-    result.error_number = is_short ? 0 : state.error_number;
-    return;
-  }
-  for (size_t i = 0; i < operation.slice_count; ++i) {
-    const auto& header = *reinterpret_cast<const SliceHeader*>(operation.slice(i));
-    result.outcome = verify(header, operation.page, operation.first_slice + i);
-    if (result.outcome != Outcome::kOk) return;
-    result.checksums.push_back(header.payload_checksum);
-    if (task.verify_payload && payload_checksum(operation, i) != header.payload_checksum) {
-      result.outcome = Outcome::kCorrupt;
-      return;
+  const uint32_t step = slices_at_once(operation);
+  for (uint32_t first = 0; first < operation.slice_count; first += step) {
+    if (!read_slices(operation, first, step, task.result)) return;
+    for (uint32_t i = first; i < first + step; ++i) {
+      if (!check_slice(operation, i, task.verify_payload, task.result)) return;
     }
   }
 }
 
 void IoPool::write(Task& task) {
   const Operation& operation = task.operation;
-  Result& result = task.result;
-  if (result.checksums.empty()) {
-    for (size_t i = 0; i < operation.slice_count; ++i) {
-      result.checksums.push_back(payload_checksum(operation, i));
+  const bool has_checksums = !task.result.checksums.empty();
+  const uint32_t step = slices_at_once(operation);
+  for (uint32_t first = 0; first < operation.slice_count; first += step) {
+    for (uint32_t i = first; i < first + step; ++i) {
+      if (!has_checksums) task.result.checksums.push_back(payload_checksum(operation, i));
+      stamp(operation.header(i), operation.page, operation.first_slice + i,
+            task.result.checksums[i]);
     }
+    if (!write_slices(operation, first, step, task.result)) return;
   }
-  for (size_t i = 0; i < operation.slice_count; ++i) {
-    stamp(*reinterpret_cast<SliceHeader*>(operation.slice(i)), operation.page,
-          operation.first_slice + i, result.checksums[i]);
-  }
-  const Transfer state = transfer(operation, ::pwrite);
-  if (state.done_bytes == operation.extent_bytes()) return;
-  result.error_number = state.error_number ? state.error_number : EIO;
-  result.outcome = outcome_of(result.error_number);
 }
 
 }  // namespace kvferry

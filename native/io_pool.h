@@ -1,4 +1,4 @@
-// Threads that read and write extents, one system call each, and prove what they read.
+// Threads that read and write extents of files, and prove what they read.
 #pragma once
 
 #include <cstdint>
@@ -21,9 +21,11 @@ struct Operation {
   size_t slice_bytes;
   SliceHeader page;  // the template of its headers
 
-  size_t extent_bytes() const { return slice_count * slice_bytes; }
-  uint8_t* slice(size_t index) const {
+  uint8_t* slice(uint32_t index) const {
     return reinterpret_cast<uint8_t*>(buffer_address) + index * slice_bytes;
+  }
+  SliceHeader& header(uint32_t index) const {
+    return *reinterpret_cast<SliceHeader*>(slice(index));
   }
 };
 

@@ -91,14 +91,15 @@ class IoPool:
         """Starts the threads."""
 
     def submit_reads(self, operations: Sequence[tuple], verify_payload: bool) -> int:
-        """Reads each extent with one call and checks the headers of all slices against the
-        template (magic, version, namespace, key, generation, slice index and count, payload
-        bytes), then the checksums of payloads unless `verify_payload` is False. The first slice
-        that fails decides the outcome. Returns the job's number."""
+        """Reads each extent and checks the headers of all slices against the template (magic,
+        version, namespace, key, generation, slice index and count, payload bytes), then the
+        checksums of payloads unless `verify_payload` is False. The first slice that fails decides
+        the outcome. One system call for an extent with direct I/O, else one for a slice. Returns
+        the job's number."""
 
     def submit_writes(self, operations: Sequence[tuple], checksums: Sequence[int] | None) -> int:
-        """Stamps a header in front of each payload, then writes each extent with one call.
-        `checksums`: of the padded payloads, of all slices of all operations in order; None: the
+        """Stamps a header in front of each payload and writes each extent, with as many calls as
+        a read. `checksums`: of the padded payloads, of all slices of all operations in order; None: the
         pool computes them. Returns the job's number."""
 
     def poll(self) -> list[tuple[int, int, int, int, tuple[int, ...]]]:

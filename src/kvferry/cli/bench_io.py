@@ -37,7 +37,8 @@ RESULT_TIMEOUT_S = 60.0
 class Plan:
     """What every contender does: the whole file once, block by block, `depth` blocks at a time.
 
-    A block is one slice: a header of 4 KiB and `payload_bytes`, a multiple of 4,096.
+    A block is the extent of a page: `slice_count` headers of 4 KiB, each before `payload_bytes`, a
+    multiple of 4,096.
     """
 
     path: Path
@@ -46,14 +47,15 @@ class Plan:
     depth: int
     is_direct: bool
     round_count: int
+    slice_count: int = 1
 
     @property
     def geometry(self) -> PageGeometry:
-        return PageGeometry(slice_count=1, payload_bytes=self.payload_bytes, chunk_tokens=1)
+        return PageGeometry(self.slice_count, self.payload_bytes, chunk_tokens=1)
 
     @property
     def block_bytes(self) -> int:
-        return self.geometry.slice_bytes
+        return self.geometry.page_bytes
 
     @property
     def file_bytes(self) -> int:
@@ -116,7 +118,7 @@ class Pool:
             os.close(descriptor)
 
     def _pass(self, plan: Plan, is_read: bool, pool: Any, operation: Callable) -> Sample:
-        known = None if self.verifies else [0]
+        known = None if self.verifies else [0] * plan.slice_count
 
         def submit(block: int, place: int) -> None:
             operations = [operation(block, place)]
@@ -146,15 +148,14 @@ class Pool:
 def _operations(plan: Plan, descriptor: int, address: int) -> Callable[[int, int], tuple]:
     page = PageId(bytes(32), bytes(32), bytes(32), 0, 0, bytes(16))
     template = header.template(page, plan.geometry)
-    size, payload = plan.block_bytes, plan.payload_bytes
     return lambda block, place: (
         descriptor,
-        block * size,
-        address + place * size,
+        block * plan.block_bytes,
+        address + place * plan.block_bytes,
         0,
-        1,
-        size,
-        payload,
+        plan.slice_count,
+        plan.geometry.slice_bytes,
+        plan.payload_bytes,
         template,
     )
 
@@ -245,8 +246,7 @@ class Nixl:
 def available(
     clock: Clock, nixl_program: Path | None, nixl_python: str = sys.executable
 ) -> tuple[list[Contender], list[str]]:
-    """Who can take part here, and a line for each who cannot. kvferry comes last, so that a pass
-    that writes leaves a file that it can verify."""
+    """Who can take part here, kvferry last, and a line for each who cannot."""
     contenders: list[Contender] = []
     skipped = []
     if shutil.which("fio"):
@@ -264,20 +264,29 @@ def available(
 def measure(
     plan: Plan, contenders: Sequence[Contender], on_pass: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-    """Lays the file out, runs all rounds and removes the file. `on_pass` is called after each
-    pass: there are round_count * 2 * len(contenders)."""
+    """Lays the file out, runs all rounds and removes the file. The last contender writes the file
+    once more before each round of reads, so that it can verify it. `on_pass` is called after each
+    pass that counts: there are round_count * 2 * len(contenders)."""
     samples: dict[tuple[str, bool], list[Sample]] = {}
     try:
         _lay_out(plan)
-        for _ in range(plan.round_count):
+        for turn in range(plan.round_count):
             for is_read in (False, True):
-                for contender in contenders:
+                if is_read:
+                    contenders[-1].run(plan, False)
+                for contender in _rotated(contenders, turn):
                     sample = contender.run(plan, is_read)
                     samples.setdefault((contender.name, is_read), []).append(sample)
                     on_pass()
     finally:
         plan.path.unlink(missing_ok=True)
     return _report(plan, samples)
+
+
+def _rotated(contenders: Sequence[Contender], turn: int) -> list[Contender]:
+    """Everyone starts a round once: disks are faster after a rest."""
+    place = turn % len(contenders)
+    return [*contenders[place:], *contenders[:place]]
 
 
 def _lay_out(plan: Plan) -> None:
@@ -299,6 +308,7 @@ def _report(plan: Plan, samples: dict[tuple[str, bool], list[Sample]]) -> dict[s
     return {
         "folder": str(plan.path.parent),
         "block_bytes": plan.block_bytes,
+        "slices_in_a_block": plan.slice_count,
         "file_bytes": plan.file_bytes,
         "depth": plan.depth,
         "direct": plan.is_direct,
