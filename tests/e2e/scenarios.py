@@ -16,7 +16,7 @@ Prompts = tuple[list[int], ...]
 
 @dataclass(frozen=True)
 class Round:
-    """`salts`, `adapters`: one for each prompt, or none at all."""
+    """`salts`, `adapters`: one for each prompt, or none at all. `allowed`: the answers' tokens."""
 
     prompts: Prompts
     external: int
@@ -24,6 +24,7 @@ class Round:
     max_tokens: int = 8
     salts: tuple[str | None, ...] = ()
     adapters: tuple[str | None, ...] = ()
+    allowed: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def batch(*counts: int) -> Prompts:
 
 
 def repeating(count: int, seed: int) -> list[int]:
-    """A text that repeats itself, for speculation to guess."""
+    """A text that repeats itself, for speculation to guess from."""
     return (tokens(40, seed) * count)[:count]
 
 
@@ -140,7 +141,7 @@ ADAPTERS = Scenario(
 SPECULATION = Scenario(
     "speculation",
     (
-        alone(repeating(330, 71), 320, max_tokens=40),
+        alone(repeating(330, 71), 320, max_tokens=100, allowed=(7, 8, 9)),
         Round((repeating(200, 72), repeating(260, 73)), 192 + 256, max_tokens=40),
     ),
     settings={

@@ -15,6 +15,9 @@ from tests.e2e.engine import Answers
 from tests.e2e.scenarios import Scenario
 from tests.e2e.trials import Run, Trial, Trials
 
+GUESSED_END = 384
+"""Full chunks of a prompt of 330 tokens and an answer of 100."""
+
 each_scenario = pytest.mark.parametrize("scenario", scenarios.ALL, ids=lambda s: s.name)
 
 
@@ -116,10 +119,28 @@ def test_adapters_and_salts_have_pages_of_their_own(trials):
 
 
 def test_speculation_was_at_work(trials):
+    """Some guesses were right and some were wrong."""
     trial = trials.of(scenarios.SPECULATION)
 
-    for run in (trial.plain, trial.warm):
-        assert run.metrics["vllm:spec_decode_num_accepted_tokens"] > 0
+    for run in (trial.plain, trial.cold, trial.warm):
+        guessed = run.metrics["vllm:spec_decode_num_draft_tokens"]
+        assert 0 < run.metrics["vllm:spec_decode_num_accepted_tokens"] < guessed
+
+
+def test_an_answer_that_was_guessed_is_stored_as_if_computed(trials, engine_a, model):
+    trial = trials.of(scenarios.SPECULATION)
+    prompt = trial.scenario.rounds[0].prompts[0]
+    longer = [*prompt, *trial.cold.answers[0].tokens[0], 1, 2]
+    engine_a.open(model("full"))
+    plain = engine_a.generate([longer])
+    engine_a.close()
+    engine_a.open(model("full"), **trial.store.settings())
+    warm = engine_a.generate([longer])
+    engine_a.close()
+
+    assert warm.external_hit_tokens == GUESSED_END
+    assert warm.tokens == plain.tokens
+    assert distance((warm.logprobs[0], plain.logprobs[0])) <= 2 * variation(trials, trial)
 
 
 def test_asynchronous_scheduling_is_off_on_cpu(trials):

@@ -113,6 +113,7 @@ class Trials:
             max_tokens=round_.max_tokens,
             salts=round_.salts,
             loras=self._adapters(round_),
+            allowed_token_ids=round_.allowed,
         )
 
     def _one_by_one(self, process: EngineProcess, round_: Round) -> tuple[Answers, ...]:
@@ -122,6 +123,7 @@ class Trials:
                 max_tokens=round_.max_tokens,
                 salts=round_.salts[index : index + 1],
                 loras=self._adapters(round_)[index : index + 1],
+                allowed_token_ids=round_.allowed,
             )
             for index, prompt in enumerate(round_.prompts)
         )
