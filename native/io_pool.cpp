@@ -50,17 +50,11 @@ Transfer transfer(const Operation& operation, uint32_t first, uint32_t count, Ca
   return state;
 }
 
-// Past a ragged end of file, direct I/O says EINVAL where buffered I/O says 0.
-bool is_end_of_file(const Transfer& state) {
-  return state.error_number == 0 || (state.error_number == EINVAL && state.done_bytes > 0);
-}
-
 bool read_slices(const Operation& operation, uint32_t first, uint32_t count, Result& result) {
   const Transfer state = transfer(operation, first, count, ::pread);
   if (state.done_bytes == count * operation.slice_bytes) return true;
-  const bool is_short = is_end_of_file(state);
-  result.outcome = is_short ? Outcome::kShort : Outcome::kIoError;
-  result.error_number = is_short ? 0 : state.error_number;
+  result.error_number = state.error_number;
+  result.outcome = state.error_number ? Outcome::kIoError : Outcome::kShort;
   return false;
 }
 

@@ -77,6 +77,19 @@ def test_a_write_that_is_cut_off_is_not_ok(pool, tmp_path):
     os.close(descriptor)
 
 
+def test_a_read_that_comes_in_parts_is_put_together(pool):
+    """Kernel tables are handed out a few KiB at a time, as some network file systems do."""
+    table = Path("/proc/kallsyms")
+    if not table.exists():
+        pytest.skip("no file here that is handed out in parts")
+    descriptor, buffer = os.open(table, os.O_RDONLY), Buffer(SLICE_BYTES)
+    assert len(os.pread(descriptor, SLICE_BYTES, 0)) < SLICE_BYTES
+    read(pool, operation(descriptor, buffer))
+    with table.open("rb") as file:
+        assert buffer.view == file.read(SLICE_BYTES)
+    os.close(descriptor)
+
+
 def test_a_descriptor_of_the_wrong_kind_is_an_error_with_its_number(pool):
     write_only = os.open("/dev/null", os.O_WRONLY)
     results = read(pool, operation(write_only, Buffer(SLICE_BYTES)))
