@@ -5,7 +5,7 @@ import pytest
 
 from kvferry.catalog.base import Commit
 from kvferry.offload.base import Report
-from kvferry.offload.room import unpack
+from kvferry.offload.room import space_of, unpack
 from tests.offload.parts import CONFIG, Bench, PlainRequest, make_part
 
 TOKENS = list(range(100, 132))  # four chunks of 8
@@ -208,6 +208,26 @@ def test_slots_that_are_too_old_to_be_used_are_not_kept_from_others(bench):
     (after,) = bench.catalog.stats().spaces
     assert before.reserved_count > CONFIG.reserve_ahead_count
     assert after.reserved_count == CONFIG.reserve_ahead_count
+
+
+def test_an_idle_engine_does_not_evict_what_others_use(bench):
+    (part,) = bench.parts
+    other = msgspec.structs.replace(part, namespace=b"o" * 32)
+    for known in (part, other):
+        bench.catalog.attach(space_of(known, bench.facts))
+    count = 0
+    while (segment := bench.catalog.grow(other.namespace)) is not None:
+        bench.catalog.grown(segment)
+        for slot in bench.catalog.reserve(other.namespace, 100, 60.0):
+            key = count.to_bytes(32, "big")
+            bench.catalog.commit(other.namespace, [Commit(key, bytes(32), 0, slot, 0, 2)])
+            count += 1
+    bench.planner.on_new_request(PlainRequest("a", TOKENS))
+    bench.planner.finished("a")
+    for _ in range(3):
+        bench.clock.advance(60)
+        bench.planner.tend()
+    assert sum(space.page_count for space in bench.catalog.stats().spaces) == count
 
 
 def test_a_plan_survives_its_way_to_the_worker(bench):

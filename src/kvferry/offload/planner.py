@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 
 RESERVED_AHEAD_MAX = 4096
 NEVER_TOKENS = 1 << 62
+IDLE_S = 5.0
+"""An engine that took no step for this long wants no room: what it wanted last is out of date."""
 REFILL_PAUSE_S = 0.25
 """After a reservation that got fewer slots than it asked for."""
 
@@ -88,6 +90,7 @@ class Planner:
         self._may_reserve = may_reserve
         self._closers = list(closers)
         self._wanted: dict[bytes, int] = {}
+        self._wanted_at_s = 0.0
         self._room = Room(catalog, pages, facts, metrics)
         self._demands: list[Demand] = []
         self._refills: dict[int, Refill] = {}
@@ -223,8 +226,9 @@ class Planner:
 
     def tend(self) -> None:
         """Ends leases and keeps room ahead of need. On the runner's thread, every second."""
+        is_idle = self._clock.now_s() - self._wanted_at_s > IDLE_S
         if self._may_reserve():
-            self._room.collect(list(self._wanted.items()))
+            self._room.collect([] if is_idle else list(self._wanted.items()))
 
     def is_idle(self) -> bool:
         """Nothing is left but the reservation pool."""
@@ -365,6 +369,7 @@ class Planner:
     def _refill(self, now_s: float) -> None:
         if now_s < self._refill_after_s or not self._may_reserve():
             return
+        self._wanted_at_s = now_s
         for index, demand in enumerate(self._demands):
             pool, wanted = self._stores.pools[index], demand.wanted_count(now_s)
             pool.discard_before(now_s + self._config.store_deadline_s)
