@@ -210,6 +210,23 @@ def test_slots_that_are_too_old_to_be_used_are_not_kept_from_others(bench):
     assert after.reserved_count == CONFIG.reserve_ahead_count
 
 
+def test_requests_that_store_nothing_leave_no_demand_behind(bench):
+    bench.begin("first", TOKENS)
+    publish(bench, bench.admit("first", 0, 32))
+    bench.planner.finished("first")
+    bench.clock.advance(CONFIG.grace_s + 1)  # what was used lately counts as well
+    for round_ in range(5):
+        name = str(round_)
+        bench.begin(name, TOKENS)
+        assert bench.planner.match(name, 0, 32) == 32
+        bench.planner.allocated(name, bench.tables[name], 32)
+        bench.step()
+        bench.planner.finished(name)
+        bench.background()
+    (space,) = bench.catalog.stats().spaces
+    assert space.reserved_count <= CONFIG.reserve_ahead_count + len(TOKENS) // 8
+
+
 def test_an_idle_engine_does_not_evict_what_others_use(bench):
     (part,) = bench.parts
     other = msgspec.structs.replace(part, namespace=b"o" * 32)

@@ -130,6 +130,7 @@ class Planner:
         if record is None:
             return
         self._admitted[request_id] = tables
+        self._foresee(record)
         if external_tokens == 0 or record.answer is None:
             return
         self._loads.append(self._matcher.load(record, tables, external_tokens))
@@ -163,8 +164,7 @@ class Planner:
         record = self._records.pop(request_id, None)
         if record is None:
             return
-        if record.request.is_cacheable:
-            self._forget_demand(record)
+        self._foresee(record, is_over=True)
         end = min(record.computed_tokens, len(record.request.tokens) - 1)
         if tables is not None and record.is_storable and end >= record.next_boundary:
             self._store_late(record, tables, end)
@@ -258,16 +258,18 @@ class Planner:
 
     def _begin(self, record: Record) -> None:
         self._matcher.ask(record)
-        for part, demand in zip(self._agreement.parts, self._demands, strict=True):
-            demand.in_sight_count += len(record.request.tokens) // part.chunk_tokens
+        record.in_sight = [0 for _ in self._demands]
+        self._foresee(record)
         self._refill(self._clock.now_s())
 
-    def _forget_demand(self, record: Record) -> None:
-        for index, demand in enumerate(self._demands):
-            part = self._agreement.parts[index]
+    def _foresee(self, record: Record, is_over: bool = False) -> None:
+        """Notes in the demand how many chunks the request may still store."""
+        for index, counted in enumerate(record.in_sight):
             planned = record.chains[index].next_store if record.chains else 0
-            left = len(record.request.tokens) // part.chunk_tokens - planned
-            demand.in_sight_count = max(0, demand.in_sight_count - max(0, left))
+            total = len(record.request.tokens) // self._agreement.parts[index].chunk_tokens
+            left = 0 if is_over else max(0, total - planned)
+            self._demands[index].in_sight_count += left - counted
+            record.in_sight[index] = left
 
     def _waits_for_slots(self, record: Record) -> bool:
         """The first request of an idle engine finds no reserved slots. They come with the answer
@@ -312,13 +314,13 @@ class Planner:
         known = min(end, len(record.request.tokens))
         if known < record.next_boundary:
             return []
-        return self._used(self._stores.plan(record, tables, known, now_s), now_s)
+        stores = self._used(self._stores.plan(record, tables, known, now_s), now_s)
+        self._foresee(record)
+        return stores
 
     def _used(self, stores: list[Store], now_s: float) -> list[Store]:
         for store in stores:
-            demand = self._demands[store.span.part_index]
-            demand.used(len(store.span), now_s)
-            demand.in_sight_count = max(0, demand.in_sight_count - len(store.span))
+            self._demands[store.span.part_index].used(len(store.span), now_s)
         return stores
 
     def _note_origin(

@@ -40,6 +40,7 @@ class Record:
     `answer_version`. `deadline_s`: when the request stops waiting.
     `local_tokens`, `loaded_end`: what the engine had and where our load ended, at the last
     admission. `computed_tokens`: KV that exists after the last planned step; 0 while preempted.
+    `in_sight`: chunks of each part that the demand for slots counts.
     `is_storable` turns False when blocks of foreign origin are found below it: see `origin`.
     """
 
@@ -57,6 +58,7 @@ class Record:
     next_boundary: int = 0
     computed_tokens: int = 0
     is_declined: bool = False
+    in_sight: list[int] = field(default_factory=list)
     is_storable: bool = True
     is_scheduled: bool = False
 
