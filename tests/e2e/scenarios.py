@@ -29,14 +29,12 @@ class Round:
 
 @dataclass(frozen=True)
 class Scenario:
-    """`is_squeezed`: requests are preempted, in every engine. `spoils_process`: no other engine can
-    be opened in the process."""
+    """`spoils_process`: no other engine can be opened in its process."""
 
     name: str
     rounds: tuple[Round, ...]
     model: str = "full"
     settings: Mapping[str, Any] = field(default_factory=dict)
-    is_squeezed: bool = False
     spoils_process: bool = False
 
 
@@ -105,7 +103,6 @@ SMALL_CACHE = Scenario(
         Round(tuple(tokens(250, seed) for seed in range(41, 46)), 5 * 192, max_tokens=100),
     ),
     settings={"num_gpu_blocks_override": 40, "max_model_len": 1024},
-    is_squeezed=True,
 )
 NO_PREFIX_CACHE = Scenario(
     "no-prefix-cache",
