@@ -99,8 +99,8 @@ class IoPool:
 
     def submit_writes(self, operations: Sequence[tuple], checksums: Sequence[int] | None) -> int:
         """Stamps a header in front of each payload and writes each extent, with as many calls as
-        a read. `checksums`: of the padded payloads, of all slices of all operations in order; None: the
-        pool computes them. Returns the job's number."""
+        a read. `checksums`: of the padded payloads, of all slices of all operations in order;
+        None: the pool computes them. Returns the job's number."""
 
     def poll(self) -> list[tuple[int, int, int, int, tuple[int, ...]]]:
         """(job, index of the operation, outcome code, errno, payload checksums), each exactly
