@@ -89,24 +89,6 @@ def test_blocks_of_different_sizes_do_not_share(engine_a, model, store):
     assert len({answer.tokens for answer in answers}) == 1
 
 
-@pytest.mark.slow
-def test_each_stage_of_a_pipeline_has_its_pages(log_folder, engine_a, model, store):
-    engine_a.open(model("full"))
-    plain = engine_a.generate([PROMPT])
-    engine_a.close()
-    answers = []
-    for _ in range(2):
-        with EngineProcess(log_folder / "stages.log") as two_stages:
-            two_stages.open(model("full"), **store.settings(), pipeline_parallel_size=2)
-            store.make_ready(two_stages)
-            answers.append(two_stages.generate([PROMPT]))
-            store.wait_for_pages(30)
-    cold, warm = answers
-
-    assert (cold.external_hit_tokens, warm.external_hit_tokens) == (0, FULL_CHUNK_TOKENS)
-    assert cold.tokens == warm.tokens == plain.tokens
-
-
 def _gap(some: Answers, others: Answers) -> float:
     """The greatest difference of log-probabilities; infinite where tokens differ."""
     if some.tokens != others.tokens:
