@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.checksum import checksum_reference
 from kvferry.layout import Address, PageGeometry
-from kvferry.pages import files, header
+from kvferry.pages import files
 from kvferry.pages.base import Extent, Outcome
 from kvferry.pages.owner import StoreOwnership
 from kvferry.pages.segments import SegmentFiles
@@ -79,7 +80,9 @@ def _killed_before(step: int, action: Callable[[], None]) -> bool:
 
 def _files(root: Path) -> SegmentFiles:
     """Each one a process with random names of its own."""
-    return SegmentFiles(root, ASKED, ManualClock(os.getpid() * 1000 + next(SEEDS)), header.checksum)
+    return SegmentFiles(
+        root, ASKED, ManualClock(os.getpid() * 1000 + next(SEEDS)), checksum_reference
+    )
 
 
 def _create(root: Path) -> SegmentFiles:

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.checksum import checksum_reference
 from kvferry.errors import ConfigError, ExhaustedError, IncompatibleError
 from kvferry.layout import PageGeometry
-from kvferry.pages import files, header, segments
+from kvferry.pages import files, segments
 from kvferry.pages.base import Outcome, SegmentFacts, StoreFacts
 from kvferry.pages.facts import Asked, default_segment_bytes
 from kvferry.pages.segments import SegmentFiles
@@ -27,7 +28,7 @@ GIB = 1 << 30
 
 
 def _files(root: Path, asked: Asked = ASKED, seed: int = 0) -> SegmentFiles:
-    return SegmentFiles(root, asked, ManualClock(seed), header.checksum)
+    return SegmentFiles(root, asked, ManualClock(seed), checksum_reference)
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def test_the_superblock_is_what_the_golden_file_says(tmp_path):
 def test_a_segment_header_is_what_the_golden_file_says():
     segment = SegmentFacts(0x01020304, NAMESPACE, GEOMETRY, 21)
     store = StoreFacts(bytes(range(100, 116)), 8 << 20, 4096, 1 << 20)
-    block = segments.pack_segment_header(segment, store, header.checksum)
+    block = segments.pack_segment_header(segment, store, checksum_reference)
     assert len(block) == 4096
     assert golden.to_rows(block) == golden.load("segment_header.json")
 

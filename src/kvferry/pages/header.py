@@ -2,8 +2,8 @@
 
 This is the readable form. The native I/O pool does the same on the data path, with the template
 made here; the conformance suite holds the two against each other. `Digest` is the checksum used:
-`checksum` of this module is the format's own and slow (about 0.3 ms for 4 KiB), the native one is
-the same function at memory speed, and the memory store has one that is fast in plain Python.
+`checksum.checksum_reference` is the format's own and slow (about 0.3 ms for 4 KiB), the native one
+is the same function at memory speed, and the memory store has one that is fast in plain Python.
 """
 
 import struct
@@ -113,39 +113,6 @@ def is_intact(block: bytes | bytearray | memoryview, digest: Digest) -> bool:
     (stored,) = _CHECKSUM.unpack_from(blank, _CHECKSUM_OFFSET)
     _CHECKSUM.pack_into(blank, _CHECKSUM_OFFSET, 0)
     return digest(blank) == stored
-
-
-def checksum(data: bytes | bytearray | memoryview) -> int:
-    """Checksum, version 1, of docs/formats.md, word by word."""
-    total = 0
-    for lane in range(len(data) // 4096):
-        words = struct.unpack_from("<512Q", data, 4096 * lane)
-        total += _mix(_lane_sum(words) + (lane + 1) * _G)
-    return _mix(total ^ len(data))
-
-
-_MASK = (1 << 64) - 1
-_P1 = 0x9E3779B185EBCA87
-_P2 = 0xC2B2AE3D27D4EB4F
-_G = 0x9E3779B97F4A7C15
-
-
-def _lane_sum(words: tuple[int, ...]) -> int:
-    total = 0
-    for column in range(64):
-        state = (column + 1) * _G & _MASK
-        for word in words[column::64]:
-            state = (state ^ word) * _P1 & _MASK
-            state = (state << 31 | state >> 33) & _MASK
-        total += _mix(state)
-    return total
-
-
-def _mix(value: int) -> int:
-    value &= _MASK
-    value ^= value >> 32
-    value = value * _P2 & _MASK
-    return value ^ value >> 29
 
 
 def _fields(page: PageId, geometry: PageGeometry, slice_index: int, checksum: int) -> bytes:
