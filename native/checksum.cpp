@@ -26,9 +26,9 @@ inline uint64_t mix(uint64_t x) {
 
 // Row by row, in the order of memory, and one lane ahead: the columns' state stays in the cache.
 KVFERRY_CLONES
-uint64_t sum_lanes(const uint64_t* words, size_t lane_count) {
+uint64_t sum_lanes(const uint64_t* words, size_t first_lane, size_t lane_count) {
   uint64_t total = 0;
-  for (size_t lane = 0; lane < lane_count; ++lane) {
+  for (size_t lane = first_lane; lane < first_lane + lane_count; ++lane) {
     uint64_t h[kColumns];
     for (size_t c = 0; c < kColumns; ++c) h[c] = (c + 1) * kG;
     for (size_t row = 0; row < kRows; ++row, words += kColumns) {
@@ -47,9 +47,18 @@ uint64_t sum_lanes(const uint64_t* words, size_t lane_count) {
 
 }  // namespace
 
+void RunningChecksum::add(const void* data, size_t length_bytes) {
+  const size_t lane_count = length_bytes / kLaneBytes;
+  total_ += sum_lanes(static_cast<const uint64_t*>(data), lane_count_, lane_count);
+  lane_count_ += lane_count;
+}
+
+uint64_t RunningChecksum::value() const { return mix(total_ ^ lane_count_ * kLaneBytes); }
+
 uint64_t checksum(const void* data, size_t length_bytes) {
-  const auto* words = static_cast<const uint64_t*>(data);
-  return mix(sum_lanes(words, length_bytes / kLaneBytes) ^ length_bytes);
+  RunningChecksum running;
+  running.add(data, length_bytes);
+  return running.value();
 }
 
 }  // namespace kvferry

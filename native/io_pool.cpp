@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <utility>
 
@@ -15,15 +16,15 @@ Outcome outcome_of(int error_number) {
   return is_full ? Outcome::kNoSpace : Outcome::kIoError;
 }
 
-uint64_t payload_checksum(const Operation& operation, uint32_t index) {
-  return checksum(operation.slice(index) + kHeaderBytes, operation.slice_bytes - kHeaderBytes);
-}
+// Buffered I/O goes piece by piece, so that the checksum finds in the processor's cache what was
+// just copied, or brings there what is about to be. Direct I/O takes the extent at once.
+constexpr size_t kPieceBytes = 256 << 10;
 
-// Buffered I/O goes slice by slice: what was just copied, or is about to be, is still in the
-// processor's cache for the checksum. Direct I/O takes the extent at once.
-uint32_t slices_at_once(const Operation& operation) {
-  const bool is_direct = ::fcntl(operation.descriptor, F_GETFL) & O_DIRECT;
-  return is_direct ? operation.slice_count : 1;
+// While more is queued, who waits is woken for so many results and not for each.
+constexpr size_t kResultsAtOnce = 4;
+
+bool is_direct(const Operation& operation) {
+  return ::fcntl(operation.descriptor, F_GETFL) & O_DIRECT;
 }
 
 struct Transfer {
@@ -31,17 +32,25 @@ struct Transfer {
   int error_number = 0;
 };
 
-// Repeats `call` (pread or pwrite) until these slices are done, nothing more comes or it fails.
+// Bytes of an extent.
+struct Range {
+  size_t start_bytes;
+  size_t length_bytes;
+};
+
+Range whole(const Operation& operation) {
+  return {0, operation.slice_count * operation.slice_bytes};
+}
+
+// Repeats `call` (pread or pwrite) until the range is done, nothing more comes or it fails.
 template <class Call>
-Transfer transfer(const Operation& operation, uint32_t first, uint32_t count, Call call) {
-  const size_t start_bytes = first * operation.slice_bytes;
-  const size_t total_bytes = count * operation.slice_bytes;
+Transfer transfer(const Operation& operation, Range range, Call call) {
   Transfer state;
-  while (state.done_bytes < total_bytes) {
-    const size_t place_bytes = start_bytes + state.done_bytes;
-    const ssize_t moved_bytes =
-        call(operation.descriptor, operation.slice(0) + place_bytes, total_bytes - state.done_bytes,
-             static_cast<off_t>(operation.offset_bytes + place_bytes));
+  while (state.done_bytes < range.length_bytes) {
+    const size_t place_bytes = range.start_bytes + state.done_bytes;
+    const ssize_t moved_bytes = call(operation.descriptor, operation.slice(0) + place_bytes,
+                                     range.length_bytes - state.done_bytes,
+                                     static_cast<off_t>(operation.offset_bytes + place_bytes));
     if (moved_bytes < 0 && errno == EINTR) continue;
     if (moved_bytes < 0) state.error_number = errno;
     if (moved_bytes <= 0) break;
@@ -50,31 +59,72 @@ Transfer transfer(const Operation& operation, uint32_t first, uint32_t count, Ca
   return state;
 }
 
-bool read_slices(const Operation& operation, uint32_t first, uint32_t count, Result& result) {
-  const Transfer state = transfer(operation, first, count, ::pread);
-  if (state.done_bytes == count * operation.slice_bytes) return true;
+bool read_range(const Operation& operation, Range range, Result& result) {
+  const Transfer state = transfer(operation, range, ::pread);
+  if (state.done_bytes == range.length_bytes) return true;
   result.error_number = state.error_number;
   result.outcome = state.error_number ? Outcome::kIoError : Outcome::kShort;
   return false;
 }
 
-bool check_slice(const Operation& operation, uint32_t index, bool verify_payload, Result& result) {
+bool write_range(const Operation& operation, Range range, Result& result) {
+  const Transfer state = transfer(operation, range, ::pwrite);
+  if (state.done_bytes == range.length_bytes) return true;
+  result.error_number = state.error_number ? state.error_number : EIO;
+  result.outcome = outcome_of(result.error_number);
+  return false;
+}
+
+bool check_header(const Operation& operation, uint32_t index, Result& result) {
   const SliceHeader& header = operation.header(index);
   result.outcome = verify(header, operation.page, operation.first_slice + index);
   if (result.outcome != Outcome::kOk) return false;
   result.checksums.push_back(header.payload_checksum);
-  if (verify_payload && payload_checksum(operation, index) != header.payload_checksum) {
-    result.outcome = Outcome::kCorrupt;
-  }
-  return result.outcome == Outcome::kOk;
+  return true;
 }
 
-bool write_slices(const Operation& operation, uint32_t first, uint32_t count, Result& result) {
-  const Transfer state = transfer(operation, first, count, ::pwrite);
-  if (state.done_bytes == count * operation.slice_bytes) return true;
-  result.error_number = state.error_number ? state.error_number : EIO;
-  result.outcome = outcome_of(result.error_number);
+void stamp_header(const Operation& operation, uint32_t index, const Result& result) {
+  stamp(operation.header(index), operation.page, operation.first_slice + index,
+        result.checksums[index]);
+}
+
+// Proves a slice, and reads it before if it is not there yet. The header comes first.
+bool take_slice(const Operation& operation, uint32_t index, bool is_there, bool verify_payload,
+                Result& result) {
+  RunningChecksum running;
+  size_t proven_bytes = kHeaderBytes;
+  for (size_t place = 0; place < operation.slice_bytes; place += kPieceBytes) {
+    const size_t end = std::min(place + kPieceBytes, operation.slice_bytes);
+    const Range piece{index * operation.slice_bytes + place, end - place};
+    if (!is_there && !read_range(operation, piece, result)) return false;
+    if (place == 0 && !check_header(operation, index, result)) return false;
+    if (verify_payload) running.add(operation.slice(index) + proven_bytes, end - proven_bytes);
+    proven_bytes = end;
+  }
+  if (!verify_payload || running.value() == result.checksums.back()) return true;
+  result.outcome = Outcome::kCorrupt;
   return false;
+}
+
+// Writes a slice whose checksum is not known yet. The header goes last.
+bool put_slice(const Operation& operation, uint32_t index, Result& result) {
+  RunningChecksum running;
+  const size_t start = index * operation.slice_bytes;
+  for (size_t place = kHeaderBytes; place < operation.slice_bytes; place += kPieceBytes) {
+    const size_t length = std::min(kPieceBytes, operation.slice_bytes - place);
+    running.add(operation.slice(index) + place, length);
+    if (!write_range(operation, {start + place, length}, result)) return false;
+  }
+  result.checksums.push_back(running.value());
+  stamp_header(operation, index, result);
+  return write_range(operation, {start, kHeaderBytes}, result);
+}
+
+void compute_checksums(const Operation& operation, Result& result) {
+  for (uint32_t i = 0; i < operation.slice_count; ++i) {
+    const size_t payload_bytes = operation.slice_bytes - kHeaderBytes;
+    result.checksums.push_back(checksum(operation.slice(i) + kHeaderBytes, payload_bytes));
+  }
 }
 
 }  // namespace
@@ -149,33 +199,32 @@ void IoPool::work(Queue& queue, void (*run)(Task&)) {
     run(task);
     lock.lock();
     results_.push_back(std::move(task.result));
-    has_results_.notify_all();
+    if (queue.tasks.empty() || results_.size() >= kResultsAtOnce) has_results_.notify_all();
   }
 }
 
 void IoPool::read(Task& task) {
   const Operation& operation = task.operation;
-  const uint32_t step = slices_at_once(operation);
-  for (uint32_t first = 0; first < operation.slice_count; first += step) {
-    if (!read_slices(operation, first, step, task.result)) return;
-    for (uint32_t i = first; i < first + step; ++i) {
-      if (!check_slice(operation, i, task.verify_payload, task.result)) return;
-    }
+  const bool is_there = is_direct(operation);
+  if (is_there && !read_range(operation, whole(operation), task.result)) return;
+  for (uint32_t i = 0; i < operation.slice_count; ++i) {
+    if (!take_slice(operation, i, is_there, task.verify_payload, task.result)) return;
   }
 }
 
 void IoPool::write(Task& task) {
   const Operation& operation = task.operation;
-  const bool has_checksums = !task.result.checksums.empty();
-  const uint32_t step = slices_at_once(operation);
-  for (uint32_t first = 0; first < operation.slice_count; first += step) {
-    for (uint32_t i = first; i < first + step; ++i) {
-      if (!has_checksums) task.result.checksums.push_back(payload_checksum(operation, i));
-      stamp(operation.header(i), operation.page, operation.first_slice + i,
-            task.result.checksums[i]);
+  Result& result = task.result;
+  const bool has_checksums = !result.checksums.empty();
+  if (!has_checksums && !is_direct(operation)) {
+    for (uint32_t i = 0; i < operation.slice_count; ++i) {
+      if (!put_slice(operation, i, result)) return;
     }
-    if (!write_slices(operation, first, step, task.result)) return;
+    return;
   }
+  if (!has_checksums) compute_checksums(operation, result);
+  for (uint32_t i = 0; i < operation.slice_count; ++i) stamp_header(operation, i, result);
+  write_range(operation, whole(operation), result);
 }
 
 }  // namespace kvferry

@@ -46,7 +46,7 @@ class IoPool : public std::enable_shared_from_this<IoPool> {
   // `checksums`: of all slices of all operations in order, or empty: the pool computes them.
   uint64_t submit_writes(std::vector<Operation> operations, const std::vector<uint64_t>& checksums);
 
-  // Results since the last call; at most `timeout_s` is spent on waiting for the first.
+  // Results since the last call; at most `timeout_s` is spent on waiting for some.
   std::vector<Result> wait(double timeout_s);
 
   // Waits for all that was submitted. False if time ran out: what had not begun never will, and

@@ -94,20 +94,22 @@ class IoPool:
         """Reads each extent and checks the headers of all slices against the template (magic,
         version, namespace, key, generation, slice index and count, payload bytes), then the
         checksums of payloads unless `verify_payload` is False. The first slice that fails decides
-        the outcome. One system call for an extent with direct I/O, else one for a slice. Returns
-        the job's number."""
+        the outcome. One system call for an extent with direct I/O, else one for each 256 KiB of a
+        slice. Returns the job's number."""
 
     def submit_writes(self, operations: Sequence[tuple], checksums: Sequence[int] | None) -> int:
-        """Stamps a header in front of each payload and writes each extent, with as many calls as
-        a read. `checksums`: of the padded payloads, of all slices of all operations in order;
-        None: the pool computes them. Returns the job's number."""
+        """Stamps a header in front of each payload and writes each extent. `checksums`: of the
+        padded payloads, of all slices of all operations in order; None: the pool computes them,
+        with buffered I/O piece by piece as it writes, and then writes the header last. Returns
+        the job's number."""
 
     def poll(self) -> list[tuple[int, int, int, int, tuple[int, ...]]]:
         """(job, index of the operation, outcome code, errno, payload checksums), each exactly
         once. The code is the place in `pages.base.Outcome`. Never waits."""
 
     def wait(self, timeout_s: float) -> list[tuple[int, int, int, int, tuple[int, ...]]]:
-        """As poll, but waits up to `timeout_s` for the first result."""
+        """As poll, but waits up to `timeout_s` for results: a few while more is queued, so that
+        not each of them wakes the caller."""
 
     def close(self, timeout_s: float) -> bool:
         """Waits for all that was submitted; `poll` and `wait` still return it. False if time ran

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvferry import _native
+from kvferry.layout import HEADER_BYTES
 from kvferry.pages.base import Outcome
 
 from .buffers import Buffer
@@ -66,13 +67,14 @@ def test_a_write_that_is_cut_off_is_not_ok(pool, tmp_path):
     """The first call writes a part, the next one says why there is no more."""
     descriptor = os.open(tmp_path / "extent", os.O_RDWR | os.O_CREAT)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (SLICE_BYTES + 1, limits[1]))
+    cut_bytes = SLICE_BYTES + HEADER_BYTES + 1
+    resource.setrlimit(resource.RLIMIT_FSIZE, (cut_bytes, limits[1]))
     try:
         ((result, number, _),) = write(pool, operation(descriptor, payloads()))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (result, number) == (Outcome.IO_ERROR, errno.EFBIG)
-    assert os.fstat(descriptor).st_size == SLICE_BYTES + 1
+    assert os.fstat(descriptor).st_size == cut_bytes
     assert outcome(pool, descriptor) is Outcome.SHORT
     os.close(descriptor)
 

@@ -107,8 +107,12 @@ class Pool:
     def name(self) -> str:
         return "kvferry" if self.verifies else "kvferry without verification"
 
+    @staticmethod
+    def place_count(plan: Plan) -> int:
+        return 2 * plan.depth
+
     def run(self, plan: Plan, is_read: bool) -> Sample:
-        memory = Memory(2 * plan.depth * plan.block_bytes)
+        memory = Memory(self.place_count(plan) * plan.block_bytes)
         descriptor = os.open(plan.path, os.O_RDWR | (os.O_DIRECT if plan.is_direct else 0))
         pool = _native.IoPool(plan.depth, plan.depth)
         try:
@@ -118,44 +122,46 @@ class Pool:
             os.close(descriptor)
 
     def _pass(self, plan: Plan, is_read: bool, pool: Any, operation: Callable) -> Sample:
+        """Places that are free again go out together, as the mover does it."""
         known = None if self.verifies else [0] * plan.slice_count
+        blocks = iter(range(plan.block_count))
+        places: dict[tuple[int, int], int] = {}
 
-        def submit(block: int, place: int) -> None:
-            operations = [operation(block, place)]
+        def submit(free: Sequence[int]) -> None:
+            begun = list(zip(free, blocks, strict=False))
+            if not begun:
+                return
+            operations = [operation(block, place) for place, block in begun]
             if is_read:
                 job = pool.submit_reads(operations, self.verifies)
             else:
-                job = pool.submit_writes(operations, known)
-            places[job] = place
+                job = pool.submit_writes(operations, known and known * len(begun))
+            places.update({(job, index): place for index, (place, _) in enumerate(begun)})
 
-        places: dict[int, int] = {}
         start_s, start_cpu_s = self.clock.now_s(), _cpu_s(resource.RUSAGE_SELF)
-        begun_count = min(2 * plan.depth, plan.block_count)
-        for block in range(begun_count):
-            submit(block, block)
+        submit(range(self.place_count(plan)))
         while places:
-            for job, _, outcome, errno, _ in pool.wait(RESULT_TIMEOUT_S):
+            results = pool.wait(RESULT_TIMEOUT_S)
+            for _, _, outcome, errno, _ in results:
                 if outcome:
                     raise InternalError("bench", "a block failed", outcome=outcome, errno=errno)
-                place = places.pop(job)
-                if begun_count < plan.block_count:
-                    submit(begun_count, place)
-                    begun_count += 1
+            submit([places.pop((job, index)) for job, index, *_ in results])
         elapsed_s = self.clock.now_s() - start_s
         return Sample(plan.file_bytes, elapsed_s, _cpu_s(resource.RUSAGE_SELF) - start_cpu_s)
 
 
 def _operations(plan: Plan, descriptor: int, address: int) -> Callable[[int, int], tuple]:
     page = PageId(bytes(32), bytes(32), bytes(32), 0, 0, bytes(16))
-    template = header.template(page, plan.geometry)
+    geometry, block_bytes = plan.geometry, plan.block_bytes
+    template = header.template(page, geometry)
     return lambda block, place: (
         descriptor,
-        block * plan.block_bytes,
-        address + place * plan.block_bytes,
+        block * block_bytes,
+        address + place * block_bytes,
         0,
-        plan.slice_count,
-        plan.geometry.slice_bytes,
-        plan.payload_bytes,
+        geometry.slice_count,
+        geometry.slice_bytes,
+        geometry.payload_bytes,
         template,
     )
 
