@@ -1,4 +1,4 @@
-"""Both copiers against their contract: a wrong byte here is another request's KV cache."""
+"""Copiers of host memory against their contract: a wrong byte here is another request's KV."""
 
 import importlib.util
 
@@ -10,20 +10,20 @@ from kvferry.testing.device import CopierSuite
 
 
 class TestReference(CopierSuite):
-    def make(self, regions, geometry):
-        return ReferenceCopier(regions, geometry)
+    def make(self, rig):
+        return ReferenceCopier(rig.regions, rig.geometry)
 
 
 class TestUnhurriedReference(CopierSuite):
-    def make(self, regions, geometry):
-        return ReferenceCopier(regions, geometry, Chance(1))
+    def make(self, rig):
+        return ReferenceCopier(rig.regions, rig.geometry, Chance(1))
 
 
 @pytest.mark.skipif(
     importlib.util.find_spec("kvferry._native") is None, reason="no native extension"
 )
 class TestHost(CopierSuite):
-    def make(self, regions, geometry):
+    def make(self, rig):
         from kvferry.device.host import HostCopier  # noqa: PLC0415  needs the native extension
 
-        return HostCopier(regions, geometry, thread_count=2)
+        return HostCopier(rig.regions, rig.geometry, thread_count=2)

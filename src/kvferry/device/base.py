@@ -1,18 +1,22 @@
 """Contract of a copier: gathers blocks into staging and scatters staging into blocks.
 
 One piece is one extent of one page. A gather writes the payloads of the extent's slices, with
-zeros up to their padding, and leaves the header blocks alone; a scatter reads them. The order of
-bytes is the canonical one of `layout`.
+zeros up to their padding; what the header blocks hold after it is undefined (the page store stamps
+them). A scatter reads the payloads. The order of bytes is the canonical one of `layout`.
 
 Life of a job:
 
-1. `submit` names blocks and staging; both belong to the job until `poll` or `wait` returned it.
-2. Jobs of one copier may run in any order and at the same time.
-3. `finish(jobs)` is the fence: when it returns True, their blocks have been read (or written).
+1. `order_gathers` or `order_scatters` says, on the engine's thread, that the device must be done
+   with all that the engine has given it so far before jobs submitted from now on touch blocks.
+2. `submit` names blocks and staging; both belong to the job until `poll` returned it.
+3. Jobs of one copier may run in any order and at the same time.
+4. `finish(jobs)` is the fence, on the engine's thread: when it returns True, the blocks have been
+   read (or written), or will be before whatever the engine's thread gives the device from then on
+   may touch them. Nobody has waited for the device. Staging is the job's until `poll`.
 
-Threads: any thread may call; calls do not hold the GIL while bytes move. Which memory a copier
-serves is fixed by its constructor: the regions of one cache group on one rank, and their
-placement.
+Threads: any thread may call, except as above; calls do not hold the GIL while bytes move. Which
+memory a copier serves is fixed by its constructor: the regions of one cache group on one rank, and
+their placement.
 """
 
 from collections.abc import Iterable, Sequence
@@ -39,6 +43,13 @@ class Copier(Protocol):
     def close(self) -> None:
         """Finishes what was submitted, then lets go of threads and memory."""
 
+    def order_gathers(self) -> None:
+        """Gathers submitted from now on read what the engine has computed so far. See above."""
+
+    def order_scatters(self) -> None:
+        """Scatters submitted from now on leave blocks alone while what the engine has computed so
+        far may still read or write them. See above."""
+
     def submit_gather(self, pieces: Sequence[Piece]) -> int:
         """Blocks to staging. Returns the job's number."""
 
@@ -49,4 +60,5 @@ class Copier(Protocol):
         """Jobs done since the last poll, each exactly once. Never waits."""
 
     def finish(self, jobs: Iterable[int], timeout_s: float) -> bool:
-        """Waits until these jobs are done; False if time ran out. `poll` still returns them."""
+        """The fence, see above; False if it does not hold in time. `poll` still returns the jobs;
+        those that it has returned already are no obstacle."""

@@ -42,6 +42,12 @@ class HostCopier:
             self._pool.close()
             self._pool = None
 
+    def order_gathers(self) -> None:
+        """The engine has computed when its thread goes on: nothing to order."""
+
+    def order_scatters(self) -> None:
+        """The engine has computed when its thread goes on: nothing to order."""
+
     def submit_gather(self, pieces: Sequence[Piece]) -> int:
         return self._submit(True, pieces)
 

@@ -14,7 +14,7 @@ from kvferry.clock import Clock
 from kvferry.config import Config
 from kvferry.device.staging import Staging
 from kvferry.metrics import Metrics
-from kvferry.offload.base import Finished, Identity, Plan, Report, Store
+from kvferry.offload.base import Finished, Identity, Load, Plan, Report, Store
 from kvferry.offload.load_jobs import BadPage, LoadJob, LoadJobs
 from kvferry.offload.mover import Mover
 from kvferry.offload.ranks import RankPart
@@ -60,7 +60,7 @@ class Jobs:
         self._loaded_tokens = 0
 
     def before_step(self, plan: Plan) -> None:
-        """Before the step may overwrite anything. Waits for gathers of its blocks only."""
+        """Before the step may overwrite anything. What gathers its blocks comes first."""
         if plan.drop_stores:
             self._stores.drop_all("reset")
             self._loads.void_all()
@@ -68,8 +68,7 @@ class Jobs:
             self._rename(plan)
         self._add_stores(plan.late_stores)
         self._stores.fence(plan.overwritten)
-        for load in plan.loads:
-            self._loads.add(self._by_index, load)
+        self._add_loads(plan.loads)
         if self._mover.has_failed:
             self._loads.void_all()
         self._next_stores = plan.stores
@@ -87,6 +86,8 @@ class Jobs:
 
     def collect(self) -> Finished:
         """Loads that ended since the last call."""
+        if self._loads.is_scattering:  # the mover may be late
+            self._mover.take_copies()
         ended, bad_pages = self._loads.collect()
         self._settle(bad_pages)
         if not ended:
@@ -136,7 +137,17 @@ class Jobs:
             self._by_index.append(part and part.renamed(namespace))
         self._stores.watch(part.copier for part in self._parts.values())
 
+    def _add_loads(self, loads: Sequence[Load]) -> None:
+        if loads:
+            for part in self._parts.values():
+                part.copier.order_scatters()
+        for load in loads:
+            self._loads.add(self._by_index, load)
+
     def _add_stores(self, stores: Sequence[Store]) -> None:
+        if stores:
+            for part in self._parts.values():
+                part.copier.order_gathers()
         for store in stores:
             part = self._by_index[store.span.part_index]
             if part is not None and not self._mover.has_failed:

@@ -6,11 +6,11 @@ Life of a load:
 2. A chunk that was read and verified is scattered at once. One that fails ends the reading of
    what follows it: vLLM recomputes from there on.
 3. ENDED: nothing of it is being scattered any more and nothing will be; it is reported once. A
-   load past its deadline ends at once; reads that are still out keep their staging slots until
-   the page store returns them, and are then ignored.
+   load past its deadline ends as soon as nothing of it is being scattered; reads that are still
+   out keep their staging slots until the page store returns them, and are then ignored.
 
 The engine's thread adds and collects, the mover's thread does the rest: all state is under
-`_lock`, which nobody holds while bytes move.
+`_lock`, which nobody holds while bytes move. What the copiers have done is taken by either.
 """
 
 import threading
@@ -27,9 +27,6 @@ from kvferry.offload.chunks import blocks_to_load
 from kvferry.offload.ranks import RankPart
 from kvferry.pages.base import Extent, Outcome, PageStore, Result
 
-SCATTER_TIMEOUT_S = 5.0
-"""A scatter is a copy in memory: one that takes longer has lost its threads."""
-
 BAD_PAGE = {Outcome.ABSENT, Outcome.FOREIGN, Outcome.CORRUPT, Outcome.SHORT}
 """Outcomes that say that this page will not become readable again."""
 
@@ -43,6 +40,7 @@ class Piecework:
     chunk: Chunk
     blocks: tuple[int, ...]
     staging_address: int = 0
+    is_scattering: bool = False
     is_closed: bool = False
     is_loaded: bool = False
 
@@ -56,10 +54,8 @@ class LoadJob:
     started_s: float
     pieces: list[Piecework] = field(default_factory=list)
     open_count: int = 0
-    scattering_count: int = 0
     failed_from: dict[tuple[int, int], int] = field(default_factory=dict)
     is_void: bool = False
-    has_ended: bool = False
 
     @property
     def has_failed(self) -> bool:
@@ -106,6 +102,7 @@ class LoadJobs:
         self._active: dict[str, LoadJob] = {}
         self._queue: deque[Piecework] = deque()
         self._reads: dict[tuple[int, int], Piecework] = {}
+        self._scatters: dict[tuple[Copier, int], list[Piecework]] = {}
         self._ended: list[LoadJob] = []
         self._bad_pages: list[BadPage] = []
         self._busy_since_s: float | None = None
@@ -145,7 +142,7 @@ class LoadJobs:
         now_s = self._clock.now_s()
         with self._lock:
             for job in list(self._active.values()):
-                if now_s > job.deadline_s and not job.scattering_count:
+                if now_s > job.deadline_s:
                     self._fail_open(job, "late")
             ended, self._ended = self._ended, []
             bad_pages, self._bad_pages = self._bad_pages, []
@@ -160,16 +157,14 @@ class LoadJobs:
         return busy_s
 
     def void_all(self) -> None:
-        """The weights have changed: every load under way fails as a whole, at once or, if it is
-        being scattered this moment, at the next `collect`. So do those that nobody collected."""
+        """The weights have changed: every load under way fails as a whole, as soon as nothing of
+        it is being scattered. So do those that nobody collected."""
         with self._lock:
             for job in self._ended:
                 job.is_void = True
             for job in list(self._active.values()):
                 job.is_void = True
-                job.deadline_s = 0.0
-                if not job.scattering_count:
-                    self._fail_open(job, "reset")
+                self._fail_open(job, "reset")
 
     @property
     def pending_count(self) -> int:
@@ -203,22 +198,20 @@ class LoadJobs:
         by_copier: dict[Copier, list[Piecework]] = {}
         for piece in pieces:
             by_copier.setdefault(piece.part.copier, []).append(piece)
-        copies = [
-            (
-                copier,
-                mine,
-                copier.submit_scatter(
-                    [Piece(piece.blocks, piece.staging_address) for piece in mine]
-                ),
-            )
-            for copier, mine in by_copier.items()
-        ]
-        for copier, mine, copy in copies:
-            while not copier.finish([copy], SCATTER_TIMEOUT_S):
-                pass  # the blocks are the job's until it is done: there is nothing else to do
+        for copier, mine in by_copier.items():
+            copies = [Piece(piece.blocks, piece.staging_address) for piece in mine]
             with self._lock:
-                for piece in mine:
-                    self._scattered(piece)
+                self._scatters[copier, copier.submit_scatter(copies)] = mine
+
+    def scattered(self, copier: Copier, copy: int) -> None:
+        """Takes a scatter that the copier has returned. Any thread."""
+        with self._lock:
+            for piece in self._scatters.pop((copier, copy)):
+                self._scattered(piece)
+
+    @property
+    def is_scattering(self) -> bool:
+        return bool(self._scatters)
 
     # Under the lock
 
@@ -226,7 +219,7 @@ class LoadJobs:
         batch = []
         while self._queue:
             piece = self._queue[0]
-            if piece.load.has_ended or self._is_useless(piece):
+            if piece.is_closed or self._is_useless(piece):
                 self._queue.popleft()
                 self._close(piece)
                 continue
@@ -245,20 +238,19 @@ class LoadJobs:
         piece = self._reads.pop((result.job, result.index), None)
         if piece is None:
             return []
-        if piece.load.has_ended:
+        if piece.is_closed:
             self._staging.give_back(piece.staging_address)
             return []
         if result.outcome is not Outcome.OK:
             self._staging.give_back(piece.staging_address)
             self._fail(piece, result.outcome)
             return []
-        piece.load.scattering_count += 1
+        piece.is_scattering = True
         return [piece]
 
     def _scattered(self, piece: Piecework) -> None:
         self._staging.give_back(piece.staging_address)
         piece.is_loaded = True
-        piece.load.scattering_count -= 1
         self._metrics.count("kvferry_load_bytes_total", piece.part.extent_bytes)
         self._close(piece)
 
@@ -274,27 +266,24 @@ class LoadJobs:
         failed_from[place] = min(failed_from.get(place, 1 << 60), piece.chunk.chunk_index)
 
     def _fail_open(self, job: LoadJob, reason: str) -> None:
-        """Ends a load with all that is still open as failed. Pages that were late are not bad,
-        but not offered for a while either."""
+        """Fails all of a load that is not being scattered; it ends when that is done. Pages that
+        were late are not bad, but not offered for a while either."""
         for piece in job.pieces:
-            if not piece.is_closed:
+            if not (piece.is_closed or piece.is_scattering):
                 self._metrics.count("kvferry_load_failures_total", reason=reason)
                 self._note_failure(piece)
                 if reason == "late":
                     self._bad_pages.append(BadPage.of(piece, is_gone=False))
-        job.open_count = 0
-        self._end_if_done(job)
+                self._close(piece)
 
     def _close(self, piece: Piecework) -> None:
-        job = piece.load
-        piece.is_closed = True
-        if not job.has_ended:
-            job.open_count -= 1
-            self._end_if_done(job)
+        if not piece.is_closed:
+            piece.is_closed = True
+            piece.load.open_count -= 1
+            self._end_if_done(piece.load)
 
     def _end_if_done(self, job: LoadJob) -> None:
-        if job.open_count == 0 and job.scattering_count == 0 and not job.has_ended:
-            job.has_ended = True
+        if job.open_count == 0:
             del self._active[job.load.request_id]
             self._ended.append(job)
             self._add_busy()

@@ -22,7 +22,7 @@ from kvferry.pages.base import PageStore
 log = logging.getLogger(__name__)
 
 BUSY_WAIT_S = 0.001
-"""While gathers are out: they have no handle to wait on that the page store knows."""
+"""While copies are out: they have no handle to wait on that the page store knows."""
 IDLE_WAIT_S = 0.05
 
 
@@ -81,7 +81,8 @@ class Mover:
 
     def step(self, timeout_s: float = 0.0) -> bool:
         """One round: loads before stores. True if anything moved."""
-        moved = self._loads.advance()
+        moved = self.take_copies()
+        moved = self._loads.advance() or moved
         moved = self._stores.advance() or moved
         results = self._pages.wait(timeout_s) if timeout_s else self._pages.poll()
         reads = [result for result in results if not self._stores.written(result)]
@@ -92,6 +93,13 @@ class Mover:
         self._metrics.set("kvferry_loads_pending", self._loads.pending_count)
         self._metrics.set("kvferry_stores_pending", self._stores.pending_count)
         return moved or bool(results)
+
+    def take_copies(self) -> bool:
+        """Passes on what the copiers have done. True if there were scatters. Any thread."""
+        scatters = self._stores.poll_copies()
+        for copier, copy in scatters:
+            self._loads.scattered(copier, copy)
+        return bool(scatters)
 
     def _run(self) -> None:
         while not self._must_stop:
@@ -121,6 +129,9 @@ class Mover:
         self._stores.drop_all("closing")
         self._loads.void_all()
         self._commits = []
+        while self._loads.is_scattering and not self._must_stop:
+            self.take_copies()  # their blocks are the copiers' until then
+            self._clock.sleep(BUSY_WAIT_S)
 
     def _commit(self) -> None:
         for part, jobs in self._stores.take_commits().items():

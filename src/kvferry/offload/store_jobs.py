@@ -3,7 +3,8 @@
 Life of a store:
 
 1. QUEUED: planned, waits for staging. The engine's blocks are still needed.
-2. GATHERING: a copier reads the blocks. The fence waits for it, or gives the store up.
+2. GATHERING: a copier reads the blocks. The fence sees to it that it does so before they change,
+   or gives the store up.
 3. WRITING: the bytes are in staging; the blocks are free; the page store owns the staging slot.
 4. COMMITTING: on storage; the runner tells the catalog. The staging slot is back.
 
@@ -31,6 +32,10 @@ from kvferry.pages.base import Extent, Outcome, PageStore, Result
 
 FENCE_TIMEOUT_S = 1.0
 """A gather is a copy in memory: one that takes longer has lost its threads; the store is lost."""
+
+GATHER_BYTES = 32 << 20
+"""How much one job of a copier gathers: enough to pay for its start, and written while the next
+one is gathered."""
 
 
 class Stage(Enum):
@@ -63,14 +68,13 @@ class StoreJobs:
         self._queue: deque[StoreJob] = deque()
         self._by_block: dict[int, list[StoreJob]] = {}
         self._copiers: list[Copier] = []
-        self._copies: dict[tuple[Copier, int], StoreJob] = {}
+        self._copies: dict[tuple[Copier, int], list[StoreJob]] = {}
         self._gathered: list[StoreJob] = []
         self._writes: dict[tuple[int, int], StoreJob] = {}
         self._written: list[StoreJob] = []
 
     def watch(self, copiers: Iterable[Copier]) -> None:
-        """These are all copiers of the rank: whatever they return is taken from them, scatters
-        too, whose loads have waited for them."""
+        """These are all copiers of the rank: `poll_copies` takes whatever they return."""
         with self._lock:
             self._copiers = list(copiers)
 
@@ -96,14 +100,15 @@ class StoreJobs:
             jobs = list(dict.fromkeys(job for block in blocks for job in self._by_block[block]))
             if not jobs:
                 return
+            self._gather([job for job in jobs if self._has_staging(job)])
             for job in jobs:
-                if job.stage is Stage.QUEUED and not self._start_gather(job):
+                if job.stage is Stage.QUEUED:
                     self._drop(job, "fenced")
             gathers = [job for job in jobs if job.stage is Stage.GATHERING]
         started_s = self._clock.now_s()
         for copier in dict.fromkeys(job.part.copier for job in gathers):
             mine = [job for job in gathers if job.part.copier is copier]
-            if not copier.finish([job.copy for job in mine], FENCE_TIMEOUT_S):
+            if not copier.finish({job.copy for job in mine}, FENCE_TIMEOUT_S):
                 self._give_up(mine)
         self._metrics.observe("kvferry_fence_wait_seconds", self._clock.now_s() - started_s)
 
@@ -127,11 +132,23 @@ class StoreJobs:
 
     # Mover's thread
 
+    def poll_copies(self) -> list[tuple[Copier, int]]:
+        """Takes what the copiers have done. Returns what is no gather of ours. Any thread."""
+        others = []
+        with self._lock:
+            for copier in self._copiers:
+                for copy in copier.poll():
+                    jobs = self._copies.pop((copier, copy), None)
+                    if jobs is None:
+                        others.append((copier, copy))
+                    for job in jobs or ():
+                        self._after_gather(job)
+        return others
+
     def advance(self) -> bool:
         """Moves every store on as far as it goes now. True if something happened."""
         with self._lock:
             self._expire()
-            self._poll_copies()
             self._start_gathers()
             jobs = self._gathered
         if not jobs:
@@ -184,28 +201,37 @@ class StoreJobs:
     # Under the lock
 
     def _start_gathers(self) -> None:
+        jobs = []
         while self._queue:
             job = self._queue[0]
-            if job.stage is Stage.QUEUED and not self._start_gather(job):
-                return
+            if job.stage is Stage.QUEUED:
+                if not self._has_staging(job):
+                    break
+                jobs.append(job)
             self._queue.popleft()
+        self._gather(jobs)
 
-    def _start_gather(self, job: StoreJob) -> bool:
-        address = self._staging.take_for_store()
-        if address is None:
-            return False
-        job.staging_address = address
-        job.stage = Stage.GATHERING
-        job.copy = job.part.copier.submit_gather([Piece(job.chunk.blocks, address)])
-        self._copies[job.part.copier, job.copy] = job
-        return True
+    def _has_staging(self, job: StoreJob) -> bool:
+        """Whether a queued job got a slot."""
+        if job.stage is Stage.QUEUED:
+            job.staging_address = self._staging.take_for_store()
+        return job.stage is Stage.QUEUED and job.staging_address is not None
 
-    def _poll_copies(self) -> None:
-        for copier in self._copiers:
-            for copy in copier.poll():
-                job = self._copies.pop((copier, copy), None)
-                if job is not None:
-                    self._after_gather(job)
+    def _gather(self, jobs: Iterable[StoreJob]) -> None:
+        """Starts the gathers of queued jobs with staging, several at a time."""
+        by_part: dict[RankPart, list[StoreJob]] = {}
+        for job in jobs:
+            by_part.setdefault(job.part, []).append(job)
+        for part, mine in by_part.items():
+            batch_count = max(1, GATHER_BYTES // part.extent_bytes)
+            for start in range(0, len(mine), batch_count):
+                batch = mine[start : start + batch_count]
+                copy = part.copier.submit_gather(
+                    [Piece(job.chunk.blocks, job.staging_address) for job in batch]
+                )
+                self._copies[part.copier, copy] = batch
+                for job in batch:
+                    job.stage, job.copy = Stage.GATHERING, copy
 
     def _after_gather(self, job: StoreJob) -> None:
         self._forget_blocks(job)
@@ -216,7 +242,8 @@ class StoreJobs:
             self._gathered.append(job)
 
     def _all(self) -> list[StoreJob]:
-        under_way = [*self._copies.values(), *self._gathered, *self._writes.values()]
+        gathering = [job for jobs in self._copies.values() for job in jobs]
+        under_way = [*gathering, *self._gathered, *self._writes.values()]
         queued = [job for job in self._queue if job.stage is Stage.QUEUED]
         return queued + under_way + self._written
 

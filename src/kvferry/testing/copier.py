@@ -1,16 +1,19 @@
 """The readable copier: plain loops over memory at absolute addresses, and no haste.
 
 A job is done when somebody asks for it: `finish` does what it is asked for, `poll` some of the
-rest in seeded order. So a gather may be as late as the contract allows, and a caller that lets
-blocks be overwritten too early is found out.
+rest in seeded order, and those that have seen `POLLS_MAX` polls. So a gather may be as late as the
+contract allows, and a caller that lets blocks be overwritten too early is found out.
 """
 
 import ctypes
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvferry.device.base import Piece
 from kvferry.layout import HEADER_BYTES, PageGeometry, Region
 from kvferry.testing.clock import Chance
+
+POLLS_MAX = 4
 
 
 class ReferenceCopier:
@@ -27,6 +30,7 @@ class ReferenceCopier:
         self._chance = chance
         self._job = 0
         self._waiting: dict[int, tuple[bool, tuple[Piece, ...]]] = {}
+        self._polls: Counter[int] = Counter()
         self._done: list[int] = []
         self.is_stuck = False
 
@@ -36,6 +40,12 @@ class ReferenceCopier:
     def close(self) -> None:
         self.is_stuck = False
         self.finish(list(self._waiting), 0.0)
+
+    def order_gathers(self) -> None:
+        """The engine has computed when its thread goes on: nothing to order."""
+
+    def order_scatters(self) -> None:
+        """The engine has computed when its thread goes on: nothing to order."""
 
     def submit_gather(self, pieces: Sequence[Piece]) -> int:
         for piece in pieces:
@@ -74,10 +84,14 @@ class ReferenceCopier:
         jobs = list(self._waiting)
         if self._chance is None or not jobs:
             return jobs
-        return self._chance.sample(jobs, self._chance.randint(0, len(jobs)))
+        self._polls.update(jobs)
+        chosen = self._chance.sample(jobs, self._chance.randint(0, len(jobs)))
+        due = [job for job in jobs if self._polls[job] >= POLLS_MAX]
+        return list(dict.fromkeys(chosen + due))
 
     def _do(self, job: int) -> None:
         is_gather, pieces = self._waiting.pop(job)
+        del self._polls[job]
         for piece in pieces:
             if is_gather:
                 self._clear(piece.staging_address)

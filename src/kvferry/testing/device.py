@@ -1,11 +1,12 @@
 """What every copier must do: subclass `CopierSuite` and say how to make one."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import pytest
 
+from kvferry.clock import SystemClock
 from kvferry.device.base import SKIP, Copier, Piece
 from kvferry.layout import HEADER_BYTES, PageGeometry, Region
 from kvferry.testing.staging import Buffer
@@ -39,16 +40,17 @@ NESTINGS = {
 
 
 class Rig:
-    """The caches of `layer_count` layers of one rank, filled with what says where it lies, and an
-    extent for each of `extent_count` pages."""
+    """The caches of the layers of one rank, two of one nesting or one of each, and an extent for
+    each of `extent_count` pages."""
 
-    def __init__(self, nesting: Nesting, heads: range, layer_count: int = 2, extent_count: int = 4):
+    def __init__(self, nesting: Nesting | Sequence[Nesting], heads: range, extent_count: int = 4):
+        nestings = [nesting] * 2 if isinstance(nesting, Nesting) else nesting
         self.heads = heads
-        self.geometry = PageGeometry(len(heads), layer_count * CHUNK_BLOCKS * 64, 12)
+        self.geometry = PageGeometry(len(heads), len(nestings) * CHUNK_BLOCKS * 64, 12)
         extent_bytes = len(heads) * self.geometry.slice_bytes
-        self.memory = [self._memory(nesting) for _ in range(layer_count)]
+        self.memory = [self._memory(nesting) for nesting in nestings]
         self.regions = [
-            self._region(nesting, f"layer.{layer}", memory.address + GUARD_BYTES)
+            self._region(nestings[layer], f"layer.{layer}", memory.address + GUARD_BYTES)
             for layer, memory in enumerate(self.memory)
         ]
         self.staging = Buffer(extent_count * extent_bytes)
@@ -158,11 +160,16 @@ def content(name: str, layer: int, head: int) -> bytes:
 
 
 class CopierSuite:
-    """Conformance of a `Copier`. A subclass overrides `make`."""
+    """Conformance of a `Copier`. A subclass overrides `make`, and `engine_does` where the engine's
+    thread goes on before the device has done what it was given."""
 
-    def make(self, regions: Sequence[Region], geometry: PageGeometry) -> Copier:
-        """A copier over these regions, not open."""
+    def make(self, rig: Rig) -> Copier:
+        """A copier over the rig's regions, not open."""
         raise NotImplementedError
+
+    def engine_does(self, work: Callable[[], None]) -> None:
+        """The engine's thread gives work to the device: it is done after what it gave before."""
+        work()
 
     @pytest.fixture
     def closing(self):
@@ -175,7 +182,7 @@ class CopierSuite:
     @pytest.fixture
     def copier_of(self, closing):
         def open_copier(rig: Rig) -> Copier:
-            copier = self.make(rig.regions, rig.geometry)
+            copier = self.make(rig)
             copier.open()
             closing.append(copier)
             return copier
@@ -187,8 +194,7 @@ class CopierSuite:
         rig = Rig(NESTINGS[name], range(2))
         copier = copier_of(rig)
         rig.write_blocks([7, 2, 5], ["a", "b", "c"])
-        job = copier.submit_gather([Piece((7, 2, 5), rig.addresses[1])])
-        assert copier.finish([job], TIMEOUT_S)
+        complete(copier, [copier.submit_gather([Piece((7, 2, 5), rig.addresses[1])])])
         assert rig.payloads(1) == rig.padded_payloads(["a", "b", "c"])
 
     @pytest.mark.parametrize("name", NESTINGS)
@@ -197,31 +203,43 @@ class CopierSuite:
         copier = copier_of(rig)
         rig.write_blocks(range(BLOCK_COUNT), ["old"] * BLOCK_COUNT)
         rig.write_extent(0, ["a", "b", "c"])
-        job = copier.submit_scatter([Piece((3, 8, 1), rig.addresses[0])])
-        assert copier.finish([job], TIMEOUT_S)
+        complete(copier, [copier.submit_scatter([Piece((3, 8, 1), rig.addresses[0])])])
         written = Rig(NESTINGS[name], range(2))
         written.write_blocks(range(BLOCK_COUNT), ["old", "c", "old", "a", *["old"] * 4, "b"])
         assert [bytes(m.view) for m in rig.memory] == [bytes(m.view) for m in written.memory]
+
+    def test_layers_may_differ_in_layout(self, copier_of):
+        rig = Rig(list(NESTINGS.values()), range(2))
+        copier = copier_of(rig)
+        rig.write_blocks([7, 2, 5], ["a", "b", "c"])
+        complete(copier, [copier.submit_gather([Piece((7, 2, 5), rig.addresses[1])])])
+        assert rig.payloads(1) == rig.padded_payloads(["a", "b", "c"])
+        rig.write_extent(2, ["d", "e", "f"])
+        complete(copier, [copier.submit_scatter([Piece((5, 7, 0), rig.addresses[2])])])
+        for block, name in zip((5, 7, 0, 2), "defb", strict=True):
+            assert rig.read_block(block) == _expected(rig, name)
+        assert rig.are_guards_intact()
 
     def test_a_skipped_block_is_left_alone(self, copier_of):
         rig = Rig(NESTINGS["heads outside tokens"], range(2))
         copier = copier_of(rig)
         rig.write_blocks([0, 4], ["mine", "old"])
         rig.write_extent(0, ["a", "b", "c"])
-        job = copier.submit_scatter([Piece((SKIP, 4, SKIP), rig.addresses[0])])
-        assert copier.finish([job], TIMEOUT_S)
-        assert rig.read_block(0) == [content("mine", layer, head) for head, layer in _grid(rig)]
-        assert rig.read_block(4) == [content("b", layer, head) for head, layer in _grid(rig)]
+        complete(copier, [copier.submit_scatter([Piece((SKIP, 4, SKIP), rig.addresses[0])])])
+        assert rig.read_block(0) == _expected(rig, "mine")
+        assert rig.read_block(4) == _expected(rig, "b")
         assert rig.are_guards_intact()
 
-    def test_headers_belong_to_the_page_store(self, copier_of):
+    def test_no_staging_is_touched_but_that_of_the_pieces(self, copier_of):
         rig = Rig(NESTINGS["opaque blocks"], range(2))
         copier = copier_of(rig)
-        copies = [Piece((1, 2, 3), address) for address in rig.addresses[:3]]
-        copier.finish([copier.submit_gather(copies)], TIMEOUT_S)
-        copier.finish([copier.submit_scatter(copies)], TIMEOUT_S)
-        assert all(rig.headers(i) == {b"\xaa" * HEADER_BYTES} for i in range(4))
-        assert set(b"".join(rig.payloads(3))) == {0xAA}
+        copies = [Piece((1, 2, 3), rig.addresses[i]) for i in (0, 1, 3)]
+        complete(copier, [copier.submit_gather(copies)])
+        before = bytes(rig.staging.view)
+        complete(copier, [copier.submit_scatter(copies)])
+        assert bytes(rig.staging.view) == before
+        assert rig.headers(2) == {b"\xaa" * HEADER_BYTES}
+        assert set(b"".join(rig.payloads(2))) == {0xAA}
 
     @pytest.mark.parametrize("source", NESTINGS)
     @pytest.mark.parametrize("target", NESTINGS)
@@ -232,18 +250,15 @@ class CopierSuite:
             storing = Rig(NESTINGS[source], range(head, head + 1))
             storing.write_blocks([6, 1, 4], ["a", "b", "c"])
             copier = copier_of(storing)
-            job = copier.submit_gather([Piece((6, 1, 4), storing.addresses[0])])
-            assert copier.finish([job], TIMEOUT_S)
+            complete(copier, [copier.submit_gather([Piece((6, 1, 4), storing.addresses[0])])])
             start = loading.addresses[0] - loading.staging.address
             start += head * loading.geometry.slice_bytes
             page = storing.staging.view[: storing.geometry.slice_bytes]
             loading.staging.view[start : start + len(page)] = page
         copier = copier_of(loading)
-        job = copier.submit_scatter([Piece((5, 6, 7), loading.addresses[0])])
-        assert copier.finish([job], TIMEOUT_S)
+        complete(copier, [copier.submit_scatter([Piece((5, 6, 7), loading.addresses[0])])])
         for block, name in zip((5, 6, 7), "abc", strict=True):
-            expected = [content(name, layer, head) for head, layer in _grid(loading)]
-            assert loading.read_block(block) == expected
+            assert loading.read_block(block) == _expected(loading, name)
 
     def test_each_job_is_returned_once_also_after_a_fence(self, copier_of):
         rig = Rig(NESTINGS["opaque blocks"], range(1), extent_count=8)
@@ -251,20 +266,15 @@ class CopierSuite:
         jobs = [copier.submit_gather([Piece((1, 2, 3), address)]) for address in rig.addresses]
         assert len(set(jobs)) == 8
         assert copier.finish(jobs[3:5], TIMEOUT_S)
-        returned = copier.poll()
-        assert set(jobs[3:5]) <= set(returned)
         assert copier.finish(jobs, TIMEOUT_S)
-        returned += copier.poll()
-        assert sorted(returned) == jobs
+        assert sorted(complete(copier, jobs)) == jobs
         assert copier.poll() == []
 
     def test_a_job_that_poll_returned_is_done(self, copier_of):
         rig = Rig(NESTINGS["opaque blocks"], range(1))
         copier = copier_of(rig)
         job = copier.submit_gather([Piece((1, 2, 3), rig.addresses[0])])
-        returned: list[int] = []
-        while job not in returned:
-            returned += copier.poll()
+        complete(copier, [job])
         assert copier.finish([job], 0.0)
 
     def test_a_fence_means_that_the_blocks_have_been_read(self, copier_of):
@@ -273,22 +283,53 @@ class CopierSuite:
         rig.write_blocks(range(BLOCK_COUNT), ["old"] * BLOCK_COUNT)
         jobs = [copier.submit_gather([Piece((1, 2, 3), address)]) for address in rig.addresses]
         assert copier.finish(jobs, TIMEOUT_S)
-        rig.write_blocks(range(BLOCK_COUNT), ["new"] * BLOCK_COUNT)
+        self.engine_does(lambda: rig.write_blocks(range(BLOCK_COUNT), ["new"] * BLOCK_COUNT))
+        complete(copier, jobs)
         assert all(rig.payloads(i) == rig.padded_payloads(["old"] * 3) for i in range(8))
 
+    def test_a_gather_reads_what_the_engine_has_computed(self, copier_of):
+        rig = Rig(NESTINGS["opaque blocks"], range(1))
+        copier = copier_of(rig)
+        self.engine_does(lambda: rig.write_blocks([1, 2, 3], ["a", "b", "c"]))
+        copier.order_gathers()
+        complete(copier, [copier.submit_gather([Piece((1, 2, 3), rig.addresses[0])])])
+        assert rig.payloads(0) == rig.padded_payloads(["a", "b", "c"])
+
+    def test_a_scatter_waits_until_the_engine_is_done_with_its_blocks(self, copier_of):
+        rig = Rig(NESTINGS["opaque blocks"], range(1))
+        copier = copier_of(rig)
+        rig.write_extent(0, ["a", "b", "c"])
+        self.engine_does(lambda: rig.write_blocks([1, 2, 3], ["old"] * 3))
+        copier.order_scatters()
+        complete(copier, [copier.submit_scatter([Piece((1, 2, 3), rig.addresses[0])])])
+        for block, name in zip((1, 2, 3), "abc", strict=True):
+            assert rig.read_block(block) == _expected(rig, name)
+
     def test_many_pieces_are_one_job(self, copier_of):
-        rig = Rig(NESTINGS["opaque blocks"], range(2))
+        rig = Rig(NESTINGS["opaque blocks"], range(2), extent_count=8)
         copier = copier_of(rig)
         rig.write_blocks([1, 2, 3, 4], ["a", "b", "c", "d"])
-        pieces = [Piece((1, 2, 3), rig.addresses[0]), Piece((2, 3, 4), rig.addresses[2])]
-        job = copier.submit_gather(pieces)
-        assert copier.finish([job], TIMEOUT_S)
-        assert rig.payloads(0) == rig.padded_payloads(["a", "b", "c"])
-        assert rig.payloads(2) == rig.padded_payloads(["b", "c", "d"])
+        blocks = [(1 + i % 4, 1 + (i + 1) % 4, 1 + (i + 2) % 4) for i in range(8)]
+        order = (4, 5, 7, 0, 1, 6, 2)
+        pieces = [Piece(blocks[i], rig.addresses[i]) for i in order]
+        complete(copier, [copier.submit_gather(pieces)])
+        for i in order:
+            names = ["abcd"[block - 1] for block in blocks[i]]
+            assert rig.payloads(i) == rig.padded_payloads(names)
+        assert set(b"".join(rig.payloads(3))) == {0xAA}
+
+    def test_pieces_of_one_job_may_have_fewer_blocks(self, copier_of):
+        rig = Rig(NESTINGS["tokens outside heads"], range(2))
+        copier = copier_of(rig)
+        rig.write_blocks([1, 2, 3], ["a", "b", "c"])
+        pieces = [Piece((1, 2), rig.addresses[2]), Piece((3, 2, 1), rig.addresses[0])]
+        complete(copier, [copier.submit_gather(pieces)])
+        assert rig.payloads(0) == rig.padded_payloads(["c", "b", "a"])
+        assert rig.payloads(2) == rig.padded_payloads(["a", "b"])
 
     def test_close_finishes_what_was_submitted(self):
         rig = Rig(NESTINGS["opaque blocks"], range(1))
-        copier = self.make(rig.regions, rig.geometry)
+        copier = self.make(rig)
         copier.open()
         rig.write_blocks([1, 2, 3], ["a", "b", "c"])
         copier.submit_gather([Piece((1, 2, 3), rig.addresses[0])])
@@ -310,5 +351,17 @@ class CopierSuite:
                 submit([many])
 
 
-def _grid(rig: Rig) -> list[tuple[int, int]]:
-    return [(head, layer) for head in rig.heads for layer in range(len(rig.regions))]
+def complete(copier: Copier, jobs: Iterable[int]) -> list[int]:
+    """Polls until these jobs are done; all that was returned."""
+    clock, waiting, returned = SystemClock(), set(jobs), []
+    give_up_s = clock.now_s() + TIMEOUT_S
+    while waiting:
+        returned += copier.poll()
+        waiting.difference_update(returned)
+        assert not waiting or clock.now_s() < give_up_s, f"jobs that never end: {waiting}"
+    return returned
+
+
+def _expected(rig: Rig, name: str) -> list[bytes]:
+    """A block of this name, as `Rig.read_block` gives it."""
+    return [content(name, layer, head) for head in rig.heads for layer in range(len(rig.regions))]

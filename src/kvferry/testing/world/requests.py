@@ -65,13 +65,15 @@ class SimRequest:
 
 class Load:
     """What a request waits for. `ours`: the ranks that have not reported yet; a sibling's load has
-    none. `begun_s`: when the last rank was told. `weights`: what the loaded bytes are made with."""
+    none. `begun_s`: when the last rank was told. `late_count`: how often it was not there after its
+    deadline. `weights`: what the loaded bytes are made with."""
 
     def __init__(self, start: int, end: int, ranks: Sequence[int], weights: bytes):
         self.start = start
         self.end = end
         self.ours = set(ranks)
         self.begun_s = math.inf
+        self.late_count = 0
         self.weights = weights
         self.is_sibling = not ranks
         self.has_failed = False

@@ -12,6 +12,7 @@ from kvferry.offload.base import Finished, Plan
 from kvferry.offload.base import Step as PlannerStep
 from kvferry.offload.planner import Planner
 from kvferry.testing.clock import Chance
+from kvferry.testing.copier import POLLS_MAX
 from kvferry.testing.world.blocks import BlockPool, Tables
 from kvferry.testing.world.checks import Failed, SimClock
 from kvferry.testing.world.requests import VOCABULARY, Load, SimRequest, Status
@@ -438,11 +439,13 @@ class Scheduler:
 
     def check_loads(self, collected_s: float) -> None:
         """At `collected_s` all ranks have said which loads have ended: those past their deadline
-        must be among them."""
+        must be among them, but for a scatter that is under way."""
         for request in self.requests.values():
             load = request.load
             is_waiting = load is not None and load.ours
             if is_waiting and collected_s > load.begun_s + self._setup.config.load_deadline_s:
+                load.late_count += 1
+            if load is not None and load.late_count > POLLS_MAX:
                 raise Failed("d", f"{request.request_id} waits for a load past its deadline")
 
     def loads_ended(self, rank: int, finished: Finished) -> None:

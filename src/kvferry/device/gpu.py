@@ -1,0 +1,389 @@
+"""Copier for GPU memory: a kernel between blocks and a buffer of the GPU, the copy engine between
+that buffer and pinned staging.
+
+    gather    blocks -kernel-> chunk of the buffer -copy engine-> staging
+    scatter   staging -copy engine-> chunk of the buffer -kernel-> blocks
+
+Each direction is a lane: a queue for kernels, one for copies, and a ring of chunks, so that the
+kernel of one batch runs while the bytes of another are copied. Everything is ordered on the device
+by marks in queues; the host only asks whether a mark was passed. The engine's own queue waits for
+nothing but the kernels of gathers that a fence names.
+
+Staging is pinned, and the kernels are compiled, in the background. Until then jobs are held back:
+copies of memory that is not pinned would stop the host.
+"""
+
+import contextlib
+import ctypes
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from kvferry.device.base import SKIP, Piece
+from kvferry.device.kernels import BlockMover
+from kvferry.errors import ConfigError, UnavailableError
+from kvferry.layout import PageGeometry, Region
+
+CHUNKS_PER_LANE = 2
+CLOSE_S = 60.0
+Mark = Any
+
+
+class CudaQueue:
+    """Work of the device in one order: a stream. `put` runs what enqueues the work."""
+
+    def __init__(self, stream: torch.cuda.Stream):
+        self._stream = stream
+
+    def put(self, work: Callable[[], None]) -> None:
+        with torch.cuda.stream(self._stream):
+            work()
+
+    def mark(self) -> Mark:
+        """Passed when all that was put so far is done."""
+        return self._stream.record_event()
+
+    def wait(self, mark: Mark) -> None:
+        """What is put from now on runs after the mark was passed."""
+        self._stream.wait_event(mark)
+
+
+class Cuda:
+    """One GPU as the copier sees it: memory, queues, marks. Raises UnavailableError if the driver
+    refuses something."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def queue(self) -> CudaQueue:
+        """A new queue, preferred to the engine's where both have work: ours is short."""
+        return CudaQueue(torch.cuda.Stream(self.device, priority=-1))
+
+    def engine_queue(self) -> CudaQueue:
+        """The queue of the calling thread, as the engine has set it."""
+        return CudaQueue(torch.cuda.current_stream(self.device))
+
+    def has_passed(self, mark: Mark) -> bool:
+        return mark.query()
+
+    def wait_for(self, mark: Mark) -> None:
+        """Blocks the host."""
+        mark.synchronize()
+
+    def buffer(self, length_bytes: int) -> torch.Tensor:
+        return torch.zeros(length_bytes, dtype=torch.uint8, device=self.device)
+
+    def block_ids(self, blocks: Sequence[int]) -> torch.Tensor:
+        """In pinned memory, which kernels read in place. Reused once nobody refers to it."""
+        return torch.tensor(blocks, dtype=torch.int64).pin_memory()
+
+    def pin(self, address: int, length_bytes: int) -> None:
+        with torch.cuda.device(self.device):
+            error = int(torch.cuda.cudart().cudaHostRegister(address, length_bytes, 0))
+        if error:
+            raise UnavailableError(
+                "device.pinning",
+                f"CUDA cannot pin {length_bytes} bytes of staging (error {error}): lower"
+                " staging_bytes, or give the process more memory that may be locked",
+            )
+
+    def unpin(self, address: int) -> None:
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """A part of the buffer. `last_use`: when that was passed, it is free."""
+
+    memory: torch.Tensor
+    last_use: Mark = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Pieces that go through one chunk, one after the other, by ascending staging address.
+    `block_ids` must live until the kernel has run."""
+
+    addresses: tuple[int, ...]
+    block_ids: torch.Tensor
+    block_count: int
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """`blocks_free`: passed when the blocks have been read or written; `done`: staging too."""
+
+    number: int
+    is_gather: bool
+    pieces: tuple[Piece, ...]
+    batches: list[_Batch] = field(default_factory=list)
+    blocks_free: Mark = None
+    done: Mark = None
+
+
+class _Lane:
+    """One direction: see the module. Whoever uses it holds the lock of its `Gpu`."""
+
+    def __init__(self, cuda: Cuda, chunk_bytes: int):
+        self.kernels = cuda.queue()
+        self.copies = cuda.queue()
+        chunks = [_Chunk(cuda.buffer(chunk_bytes)) for _ in range(CHUNKS_PER_LANE)]
+        is_taken = cuda.engine_queue().mark()
+        self.kernels.wait(is_taken)
+        self.copies.wait(is_taken)
+        self._ring = itertools.cycle(chunks)
+
+    def next_chunk(self, first_user: CudaQueue) -> _Chunk:
+        """The chunk whose turn it is, for `first_user`'s work to come."""
+        chunk = next(self._ring)
+        if chunk.last_use is not None:
+            first_user.wait(chunk.last_use)
+        return chunk
+
+
+class Gpu:
+    """What the copiers of one worker share: pinned staging, the buffer, the lanes.
+
+    `staging_address`, `staging_bytes`: the caller's, valid until `close`. `buffer_bytes`: of GPU
+    memory, half for each direction. `lock` guards all that is mutable, in the copiers too.
+    """
+
+    def __init__(self, cuda: Cuda, staging_address: int, staging_bytes: int, buffer_bytes: int):
+        self.cuda = cuda
+        self.chunk_bytes = buffer_bytes // (2 * CHUNKS_PER_LANE)
+        self.lock = threading.RLock()
+        self._staging_address = staging_address
+        self._staging_bytes = staging_bytes
+        self._ready = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._has_failed = True  # until the background has done its part
+        self._is_pinned = False
+
+    def open(self, warm_ups: Sequence[Callable[[], None]] = ()) -> None:
+        """Takes the buffer, and pins and warms up in the background."""
+        self._gathers = _Lane(self.cuda, self.chunk_bytes)
+        self._scatters = _Lane(self.cuda, self.chunk_bytes)
+        self.staging = torch.frombuffer(
+            (ctypes.c_char * self._staging_bytes).from_address(self._staging_address),
+            dtype=torch.uint8,
+        )
+        self._thread = threading.Thread(
+            target=self._prepare, args=(warm_ups,), name="kvferry-pinning", daemon=True
+        )
+        self._thread.start()
+
+    def is_ready(self, timeout_s: float = 0.0) -> bool:
+        """Whether jobs can start; waits for it. Raises UnavailableError if they never will."""
+        is_ready = self._ready.wait(timeout_s) if timeout_s else self._ready.is_set()
+        if is_ready and self._has_failed:
+            raise UnavailableError("device.not_ready", "pinning or compiling failed, see the log")
+        return is_ready
+
+    def close(self) -> None:
+        """After the copiers. Idempotent."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._is_pinned:
+            self.cuda.unpin(self._staging_address)
+            self._is_pinned = False
+
+    def _prepare(self, warm_ups: Sequence[Callable[[], None]]) -> None:
+        """What goes wrong is also on standard error, as of any thread."""
+        try:
+            self.cuda.pin(self._staging_address, self._staging_bytes)
+            self._is_pinned = True
+            for warm_up in warm_ups:
+                warm_up()
+            self._has_failed = False
+        finally:
+            self._ready.set()
+
+    def lane(self, is_gather: bool) -> _Lane:
+        return self._gathers if is_gather else self._scatters
+
+    def copy(self, batch: _Batch, chunk: _Chunk, extent_bytes: int, is_out: bool) -> None:
+        """Enqueues the copies of a batch, one for each run of adjacent extents, on the current
+        queue: from the chunk to staging (`is_out`), or back."""
+        for first, count in _adjacent(batch.addresses, extent_bytes):
+            start = batch.addresses[first] - self._staging_address
+            length_bytes = count * extent_bytes
+            outside = self.staging[start : start + length_bytes]
+            inside = chunk.memory[first * extent_bytes :][:length_bytes]
+            if is_out:
+                outside.copy_(inside, non_blocking=True)
+            else:
+                inside.copy_(outside, non_blocking=True)
+
+
+class GpuCopier:
+    """Gathers and scatters one cache group's blocks of one rank. See `base`.
+
+    `regions` in layer order; they must stay valid until `close`. Raises ConfigError if one extent
+    does not fit into a chunk of the GPU's buffer.
+    """
+
+    def __init__(self, gpu: Gpu, regions: Sequence[Region], geometry: PageGeometry):
+        self._gpu = gpu
+        self._geometry = geometry
+        self._block_bytes = sum(region.block_head_bytes for region in regions)
+        self._extent_bytes = regions[0].head_count * geometry.slice_bytes
+        self._mover = BlockMover(regions, geometry, gpu.cuda.device)
+        self._numbers = itertools.count(1)
+        self._held: deque[_Job] = deque()
+        self._under_way: dict[bool, deque[_Job]] = {True: deque(), False: deque()}
+        self._engine_marks: dict[bool, Mark] = {}
+        if self._extent_bytes > gpu.chunk_bytes:
+            least_bytes = 2 * CHUNKS_PER_LANE * self._extent_bytes
+            raise ConfigError(
+                "gpu_buffer_too_small",
+                f"gpu_buffer_bytes is too small for pages of this model: set it to at least"
+                f" {least_bytes}",
+                key="gpu_buffer_bytes",
+            )
+
+    def open(self) -> None:
+        """Nothing: the `Gpu` is opened by whoever made it."""
+
+    def warm_up(self) -> None:
+        """Compiles both kernels: they move no block. Before any job starts."""
+        nothing = self._gpu.cuda.block_ids([SKIP])
+        for is_gather in (True, False):
+            move = partial(self._mover.move, is_gather, nothing, nothing.data_ptr(), 1)
+            kernels = self._gpu.lane(is_gather).kernels
+            kernels.put(move)
+            self._gpu.cuda.wait_for(kernels.mark())
+
+    def close(self) -> None:
+        """Waits on the host for what was submitted. Idempotent."""
+        with contextlib.suppress(UnavailableError):
+            self._gpu.is_ready(timeout_s=CLOSE_S)
+            self._start_held()
+        for jobs in self._under_way.values():
+            while jobs:
+                self._gpu.cuda.wait_for(jobs.popleft().done)
+
+    def order_gathers(self) -> None:
+        self._order(True)
+
+    def order_scatters(self) -> None:
+        self._order(False)
+
+    def submit_gather(self, pieces: Sequence[Piece]) -> int:
+        if any(block < 0 for piece in pieces for block in piece.blocks):
+            raise ValueError("a gather needs all of its blocks")
+        return self._submit(True, pieces)
+
+    def submit_scatter(self, pieces: Sequence[Piece]) -> int:
+        return self._submit(False, pieces)
+
+    def poll(self) -> list[int]:
+        self._start_held()
+        with self._gpu.lock:
+            return [job.number for jobs in self._under_way.values() for job in self._done(jobs)]
+
+    def finish(self, jobs: Iterable[int], timeout_s: float) -> bool:
+        """Waits on the host only while staging is not pinned yet."""
+        wanted = set(jobs)
+        if self._held and not self._gpu.is_ready(timeout_s):
+            return wanted.isdisjoint(job.number for job in self._held)
+        self._start_held()
+        engine = self._gpu.cuda.engine_queue()
+        with self._gpu.lock:
+            for under_way in self._under_way.values():
+                last = next((job for job in reversed(under_way) if job.number in wanted), None)
+                if last is not None:
+                    engine.wait(last.blocks_free)
+        return True
+
+    def _order(self, is_gather: bool) -> None:
+        mark = self._gpu.cuda.engine_queue().mark()
+        with self._gpu.lock:
+            self._engine_marks[is_gather] = mark
+
+    def _submit(self, is_gather: bool, pieces: Sequence[Piece]) -> int:
+        for piece in pieces:
+            if len(piece.blocks) * self._block_bytes > self._geometry.padded_payload_bytes:
+                raise ValueError("more blocks than a slice has room for")
+        job = _Job(next(self._numbers), is_gather, tuple(pieces))
+        with self._gpu.lock:
+            self._held.append(job)
+        self._start_held()
+        return job.number
+
+    def _start_held(self) -> None:
+        if not self._held or not self._gpu.is_ready():
+            return
+        with self._gpu.lock:
+            while self._held:
+                job = self._held.popleft()
+                self._start(job)
+                self._under_way[job.is_gather].append(job)
+
+    # Under the lock
+
+    def _start(self, job: _Job) -> None:
+        lane = self._gpu.lane(job.is_gather)
+        engine_mark = self._engine_marks.get(job.is_gather)
+        if engine_mark is not None:
+            lane.kernels.wait(engine_mark)
+        for batch in self._batches(job.pieces):
+            job.batches.append(batch)
+            if job.is_gather:
+                self._gather(job, lane, batch)
+            else:
+                self._scatter(job, lane, batch)
+
+    def _gather(self, job: _Job, lane: _Lane, batch: _Batch) -> None:
+        chunk = lane.next_chunk(lane.kernels)
+        if batch.block_count * self._block_bytes < self._geometry.padded_payload_bytes:
+            lane.kernels.put(chunk.memory.zero_)
+        lane.kernels.put(partial(self._move, batch, chunk, True))
+        job.blocks_free = lane.kernels.mark()
+        lane.copies.wait(job.blocks_free)
+        lane.copies.put(partial(self._gpu.copy, batch, chunk, self._extent_bytes, True))
+        job.done = chunk.last_use = lane.copies.mark()
+
+    def _scatter(self, job: _Job, lane: _Lane, batch: _Batch) -> None:
+        chunk = lane.next_chunk(lane.copies)
+        lane.copies.put(partial(self._gpu.copy, batch, chunk, self._extent_bytes, False))
+        lane.kernels.wait(lane.copies.mark())
+        lane.kernels.put(partial(self._move, batch, chunk, False))
+        job.done = job.blocks_free = chunk.last_use = lane.kernels.mark()
+
+    def _move(self, batch: _Batch, chunk: _Chunk, is_gather: bool) -> None:
+        self._mover.move(is_gather, batch.block_ids, chunk.memory.data_ptr(), batch.block_count)
+
+    def _batches(self, pieces: Sequence[Piece]) -> Iterator[_Batch]:
+        """Pieces of one number of blocks each, as many as a chunk holds."""
+        capacity = self._gpu.chunk_bytes // self._extent_bytes
+        ordered = sorted(pieces, key=lambda piece: (len(piece.blocks), piece.staging_address))
+        for block_count, found in itertools.groupby(ordered, lambda piece: len(piece.blocks)):
+            group = list(found)
+            for start in range(0, len(group), capacity):
+                batch = group[start : start + capacity]
+                yield _Batch(
+                    tuple(piece.staging_address for piece in batch),
+                    self._gpu.cuda.block_ids([id_ for piece in batch for id_ in piece.blocks]),
+                    block_count,
+                )
+
+    def _done(self, jobs: deque[_Job]) -> Iterator[_Job]:
+        """Those at the head whose last mark was passed: a lane keeps its order."""
+        while jobs and (jobs[0].done is None or self._gpu.cuda.has_passed(jobs[0].done)):
+            yield jobs.popleft()
+
+
+def _adjacent(addresses: Sequence[int], extent_bytes: int) -> Iterator[tuple[int, int]]:
+    """Runs of extents that lie one after the other: index of the first, and how many."""
+    first = 0
+    for index in range(1, len(addresses) + 1):
+        if index == len(addresses) or addresses[index] != addresses[index - 1] + extent_bytes:
+            yield first, index - first
+            first = index

@@ -1,0 +1,115 @@
+"""The copier of GPU memory against its contract. Where there is no GPU, on a device whose queues
+are late by chance and whose kernels are interpreted; where there is one, on the GPU, with engine
+memory and staging that host and GPU share."""
+
+import importlib.util
+
+import pytest
+
+from kvferry.testing.device import NESTINGS, TIMEOUT_S, CopierSuite, Rig, complete
+
+if not all(importlib.util.find_spec(name) for name in ("torch", "triton")):
+    pytest.skip("needs torch and triton", allow_module_level=True)
+
+import torch
+
+from kvferry.device.base import Piece
+from kvferry.errors import ConfigError, UnavailableError
+from tests.device.interpreted import HAS_GPU, LateDevice
+
+from kvferry.device.gpu import CHUNKS_PER_LANE, Cuda, Gpu, GpuCopier  # isort: skip
+
+PIECES_PER_CHUNK = 2
+
+
+def copier_over(rig: Rig, device) -> GpuCopier:
+    """A copier whose chunks hold two extents, opened and ready."""
+    extent_bytes = len(rig.heads) * rig.geometry.slice_bytes
+    buffer_bytes = 2 * CHUNKS_PER_LANE * PIECES_PER_CHUNK * extent_bytes
+    gpu = Gpu(device, rig.staging.address, rig.staging.length_bytes, buffer_bytes)
+    copier = GpuCopier(gpu, rig.regions, rig.geometry)
+    gpu.open([copier.warm_up])
+    return copier
+
+
+@pytest.mark.skipif(HAS_GPU, reason="there is a real GPU, and kernels are not interpreted")
+@pytest.mark.parametrize("seed", range(2), scope="class")
+class TestInterpreted(CopierSuite):
+    @pytest.fixture(autouse=True)
+    def device(self, seed):
+        self.device = LateDevice(seed)
+
+    def make(self, rig):
+        return copier_over(rig, self.device)
+
+    def engine_does(self, work):
+        self.device.engine.put(work)
+
+
+class SharedMemory(Cuda):
+    """A GPU that reaches the rig's memory, which stands in for its own."""
+
+    def __init__(self, rig: Rig):
+        super().__init__(torch.device("cuda", 0))
+        self._memory = rig.memory
+
+    def pin(self, address: int, length_bytes: int) -> None:
+        super().pin(address, length_bytes)
+        for memory in self._memory:
+            super().pin(memory.address, memory.length_bytes)
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="no GPU here")
+class TestGpu(CopierSuite):
+    def make(self, rig):
+        return copier_over(rig, SharedMemory(rig))
+
+    def engine_does(self, work):
+        torch.cuda.current_stream().synchronize()
+        work()
+
+
+def test_a_page_that_does_not_fit_is_refused_with_the_size_to_set():
+    rig = Rig(NESTINGS["opaque blocks"], range(2))
+    gpu = Gpu(LateDevice(), rig.staging.address, rig.staging.length_bytes, 1 << 14)
+    with pytest.raises(ConfigError, match=str(2 * CHUNKS_PER_LANE * 2 * rig.geometry.slice_bytes)):
+        GpuCopier(gpu, rig.regions, rig.geometry)
+
+
+class FailedDevice(LateDevice):
+    """Cannot pin."""
+
+    def pin(self, address, length_bytes):
+        raise UnavailableError("device.pinning", "no")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.skipif(HAS_GPU, reason="kernels are not interpreted")
+def test_a_device_that_cannot_pin_fails_its_jobs_and_hangs_nobody():
+    rig = Rig(NESTINGS["opaque blocks"], range(1))
+    copier = copier_over(rig, FailedDevice())
+    for call in (copier.poll, lambda: copier.finish([1], TIMEOUT_S)):
+        with pytest.raises(UnavailableError):
+            copier.submit_gather([Piece((1, 2, 3), rig.addresses[0])])
+            call()
+    copier.close()
+
+
+@pytest.mark.skipif(HAS_GPU, reason="kernels are not interpreted")
+def test_no_job_starts_before_staging_is_pinned():
+    """A copy of memory that is not pinned would stop the engine's thread."""
+    rig = Rig(NESTINGS["opaque blocks"], range(1))
+    device = LateDevice()
+    gpu = Gpu(device, rig.staging.address, rig.staging.length_bytes, 1 << 20)
+    copier = GpuCopier(gpu, rig.regions, rig.geometry)
+    gpu.open()
+    gpu._thread.join()
+    gpu._ready.clear()
+    rig.write_blocks([1, 2, 3], ["a", "b", "c"])
+    job = copier.submit_gather([Piece((1, 2, 3), rig.addresses[0])])
+    assert copier.poll() == []
+    assert not copier.finish([job], 0.0)
+    gpu._ready.set()
+    assert copier.finish([job], 0.0)
+    complete(copier, [job])
+    assert rig.payloads(0) == rig.padded_payloads(["a", "b", "c"])
