@@ -118,6 +118,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             " flight.",
         ),
     ] = 256 << 20
+    gpu_buffer_bytes: Annotated[
+        int,
+        _process(
+            ge=1 << 20,
+            le=1 << 40,
+            description="GPU memory of each worker between the KV cache and staging. Four pages"
+            " must fit into it.",
+        ),
+    ] = 256 << 20
     read_threads: Annotated[_Threads, _process(description="Threads that read pages.")] = 4
     write_threads: Annotated[_Threads, _process(description="Threads that write pages.")] = 2
     copy_threads: Annotated[

@@ -131,5 +131,8 @@ def test_other_versions_are_refused_naming_the_range(version):
 
 def test_memory_that_no_copier_reaches_is_refused_by_name():
     refusals.check_memory({"cpu"})
-    with pytest.raises(ConfigError, match="lies in cuda memory"):
+    refusals.check_memory({"cuda"})
+    with pytest.raises(ConfigError, match="lies in xpu memory"):
+        refusals.check_memory({"xpu"})
+    with pytest.raises(ConfigError, match="at once"):
         refusals.check_memory({"cpu", "cuda"})

@@ -62,6 +62,11 @@ class LocalPart(msgspec.Struct, frozen=True):
     regions: tuple[Region, ...]
     placement: Placement
 
+    @property
+    def extent_bytes(self) -> int:
+        """What this rank holds of one page."""
+        return self.placement.slice_count * self.part.geometry.slice_bytes
+
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
     """Consecutive chunks of one part, in columns, so that the scheduler side only slices.

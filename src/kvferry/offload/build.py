@@ -8,6 +8,7 @@ import functools
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry import _native
@@ -17,6 +18,7 @@ from kvferry.catalog.open import open_url as make_catalog
 from kvferry.catalog.runner import Runner, Ticket, TicketState
 from kvferry.clock import Clock
 from kvferry.config import Config
+from kvferry.device.base import Copier
 from kvferry.device.host import HostCopier
 from kvferry.device.staging import Staging
 from kvferry.errors import ConfigError, IncompatibleError
@@ -44,6 +46,17 @@ REOPEN_S = 5.0
 TEND_S = 1.0
 GAUGES_S = 10.0
 CLOSE_S = 2.0
+
+OpenCopiers = Callable[[Staging, Sequence[LocalPart]], "OpenedCopiers"]
+"""Opens a copier for each part, over staging that is open and outlives them."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedCopiers:
+    """`by_part`: in the order of the parts. `close`: what they share, after each was closed."""
+
+    by_part: Sequence[Copier]
+    close: Callable[[], None] = lambda: None
 
 
 class Backends:
@@ -178,16 +191,21 @@ def open_jobs(
     rank_count: int,
     stage: int,
     local_parts: Sequence[LocalPart],
+    open_copiers: OpenCopiers | None = None,
 ) -> Jobs:
     """The worker half of one rank, open and running. The regions of `local_parts` must stay valid
-    until `Jobs.close`."""
+    until `Jobs.close`. `open_copiers`: for memory that the host cannot copy."""
     page_bytes = max(local.part.geometry.page_bytes for local in local_parts)
     backends = Backends(config, clock, metrics, page_bytes)
     metrics.set("kvferry_buffered_io", 0 if getattr(backends.pages, "direct_io", False) else 1)
     tenant = hashlib.sha256(config.tenant.encode()).digest()[:16] if config.tenant else bytes(16)
-    parts = [_rank_part(local, config, tenant) for local in local_parts]
-    staging = Staging(config.staging_bytes, max(part.extent_bytes for part in parts))
+    staging = Staging(config.staging_bytes, max(local.extent_bytes for local in local_parts))
     staging.open()
+    copiers = (open_copiers or _host_copiers(config))(staging, local_parts)
+    parts = [
+        RankPart(local, copier, tenant, local.part.namespace)
+        for local, copier in zip(local_parts, copiers.by_part, strict=True)
+    ]
     backends.pages.register(staging.address, staging.length_bytes)
     loads = LoadJobs(backends.pages, staging, clock, metrics)
     stores = StoreJobs(backends.pages, staging, clock, metrics)
@@ -201,13 +219,21 @@ def open_jobs(
         backends.facts.store_id,
         tuple(local.part for local in local_parts),
     )
-    closers = [*(part.copier.close for part in parts), backends.close, staging.close]
+    closers = [copier.close for copier in copiers.by_part]
+    closers += [copiers.close, backends.close, staging.close]
     backends.start()
     mover.start()
     return Jobs(config, clock, metrics, identity, parts, staging, loads, stores, mover, closers)
 
 
-def _rank_part(local: LocalPart, config: Config, tenant: bytes) -> RankPart:
-    copier = HostCopier(local.regions, local.part.geometry, config.copy_threads)
-    copier.open()
-    return RankPart(local, copier, tenant, local.part.namespace)
+def _host_copiers(config: Config) -> OpenCopiers:
+    def open_copiers(_: Staging, local_parts: Sequence[LocalPart]) -> OpenedCopiers:
+        copiers = [
+            HostCopier(local.regions, local.part.geometry, config.copy_threads)
+            for local in local_parts
+        ]
+        for copier in copiers:
+            copier.open()
+        return OpenedCopiers(copiers)
+
+    return open_copiers

@@ -29,7 +29,7 @@ class RankPart:
 
     @property
     def extent_bytes(self) -> int:
-        return self.local.placement.slice_count * self.geometry.slice_bytes
+        return self.local.extent_bytes
 
     def page(self, chunk: Chunk) -> PageId:
         return PageId(

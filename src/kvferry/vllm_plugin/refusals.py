@@ -37,11 +37,15 @@ def check(config: Config, vllm_config: Any, kv_cache_config: Any, version: tuple
 
 def check_memory(device_types: set[str]) -> None:
     """Raises ConfigError where the KV cache lies in memory that no copier reaches."""
-    for device_type in sorted(device_types - {"cpu"}):
+    for device_type in sorted(device_types - {"cpu", "cuda"}):
         raise ConfigError(
             "vllm.refused",
-            f"the KV cache lies in {device_type} memory: this version of kvferry copies CPU memory"
-            " only; run vLLM on its CPU backend, or without kvferry",
+            f"the KV cache lies in {device_type} memory: kvferry copies the memory of NVIDIA GPUs"
+            " and of CPUs only; run vLLM without kvferry",
+        )
+    if len(device_types) > 1:
+        raise ConfigError(
+            "vllm.refused", "the KV cache lies in CPU and GPU memory at once: not supported"
         )
 
 

@@ -1,6 +1,7 @@
 """The worker role: what vLLM's worker says, to the jobs. One thread: the worker's."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,9 +9,10 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from kvferry.clock import Clock
 from kvferry.config import Config
+from kvferry.device.staging import Staging
 from kvferry.metrics import Metrics
-from kvferry.offload.base import Finished, Plan
-from kvferry.offload.build import open_jobs
+from kvferry.offload.base import Finished, LocalPart, Plan
+from kvferry.offload.build import OpenedCopiers, open_jobs
 from kvferry.offload.jobs import Jobs
 from kvferry.vllm_plugin import refusals
 from kvferry.vllm_plugin.identity import Rank, local_parts
@@ -42,8 +44,18 @@ class WorkerRole:
         parts = local_parts(
             self._config, self._vllm_config, self._kv_cache_config, kv_caches, rank, model
         )
+        device = next(iter(kv_caches.values())).device
         self._jobs = open_jobs(
-            self._config, self._clock, self._metrics, rank.index, rank.count, rank.stage, parts
+            self._config,
+            self._clock,
+            self._metrics,
+            rank.index,
+            rank.count,
+            rank.stage,
+            parts,
+            functools.partial(open_gpu_copiers, self._config, device)
+            if device.type == "cuda"
+            else None,
         )
 
     def before_step(self, plan: Plan) -> None:
@@ -65,6 +77,18 @@ class WorkerRole:
         if self._jobs is not None:
             self._jobs.close()
         self._kv_caches = {}
+
+
+def open_gpu_copiers(
+    config: Config, device: torch.device, staging: Staging, local_parts: Sequence[LocalPart]
+) -> OpenedCopiers:
+    """Copiers of one GPU: see `build.OpenCopiers`. Raises ConfigError."""
+    from kvferry.device.gpu import Cuda, Gpu, GpuCopier  # noqa: PLC0415 - triton, on GPUs only
+
+    gpu = Gpu(Cuda(device), staging.address, staging.length_bytes, config.gpu_buffer_bytes)
+    copiers = [GpuCopier(gpu, local.regions, local.part.geometry) for local in local_parts]
+    gpu.open([copier.warm_up for copier in copiers])
+    return OpenedCopiers(copiers, gpu.close)
 
 
 def this_rank() -> Rank:
