@@ -70,6 +70,20 @@ def copies(
 
 
 @app.command()
+def device(
+    rounds: Annotated[int, typer.Option(min=1, help="Passes of each contender.")] = 15,
+    as_json: options.AsJson = False,
+) -> None:
+    """Gather and scatter of GPU memory against plain copies. Needs an NVIDIA GPU."""
+    from kvferry.cli import bench_device  # noqa: PLC0415 - needs torch and triton
+    from kvferry.device.gpu import Cuda, first_gpu  # noqa: PLC0415 - as well
+
+    clock, gpu = SystemClock(), first_gpu()
+    rows = bench_device.measure(clock, Cuda(gpu), rounds)
+    show({**machine(clock), "gpu": Cuda(gpu).name, "device": rows}, as_json=as_json)
+
+
+@app.command()
 def catalog(
     folder: Folder = None,
     pages: Annotated[int, typer.Option(min=1, help="Pages in the catalog.")] = 200_000,

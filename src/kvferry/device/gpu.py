@@ -61,6 +61,10 @@ class Cuda:
     def __init__(self, device: torch.device):
         self.device = device
 
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.device)
+
     def queue(self) -> CudaQueue:
         """A new queue, preferred to the engine's where both have work: ours is short."""
         return CudaQueue(torch.cuda.Stream(self.device, priority=-1))
@@ -95,6 +99,13 @@ class Cuda:
 
     def unpin(self, address: int) -> None:
         torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def first_gpu() -> torch.device:
+    """For what may run on any GPU. Raises UnavailableError if there is none."""
+    if not torch.cuda.is_available():
+        raise UnavailableError("device.no_gpu", "torch finds no NVIDIA GPU here")
+    return torch.device("cuda", 0)
 
 
 @dataclass(slots=True)
@@ -234,7 +245,7 @@ class GpuCopier:
         self._geometry = geometry
         self._block_bytes = sum(region.block_head_bytes for region in regions)
         self._extent_bytes = regions[0].head_count * geometry.slice_bytes
-        self._mover = BlockMover(regions, geometry, gpu.cuda.device)
+        self.mover = BlockMover(regions, geometry, gpu.cuda.device)
         self._numbers = itertools.count(1)
         self._held: deque[_Job] = deque()
         self._under_way: dict[bool, deque[_Job]] = {True: deque(), False: deque()}
@@ -255,7 +266,7 @@ class GpuCopier:
         """Compiles both kernels: they move no block. Before any job starts."""
         nothing = self._gpu.cuda.block_ids([SKIP])
         for is_gather in (True, False):
-            move = partial(self._mover.move, is_gather, nothing, nothing.data_ptr(), 1)
+            move = partial(self.mover.move, is_gather, nothing, nothing.data_ptr(), 1)
             kernels = self._gpu.lane(is_gather).kernels
             kernels.put(move)
             self._gpu.cuda.wait_for(kernels.mark())
@@ -358,7 +369,7 @@ class GpuCopier:
         job.done = job.blocks_free = chunk.last_use = lane.kernels.mark()
 
     def _move(self, batch: _Batch, chunk: _Chunk, is_gather: bool) -> None:
-        self._mover.move(is_gather, batch.block_ids, chunk.memory.data_ptr(), batch.block_count)
+        self.mover.move(is_gather, batch.block_ids, chunk.memory.data_ptr(), batch.block_count)
 
     def _batches(self, pieces: Sequence[Piece]) -> Iterator[_Batch]:
         """Pieces of one number of blocks each, as many as a chunk holds."""
