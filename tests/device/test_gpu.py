@@ -22,12 +22,20 @@ from kvferry.device.gpu import CHUNKS_PER_LANE, Cuda, Gpu, GpuCopier  # isort: s
 PIECES_PER_CHUNK = 2
 
 
+class OnlyCopier(GpuCopier):
+    """Closes the GPU's part as well."""
+
+    def close(self):
+        super().close()
+        self._gpu.close()
+
+
 def copier_over(rig: Rig, device) -> GpuCopier:
     """A copier whose chunks hold two extents, opened and ready."""
     extent_bytes = len(rig.heads) * rig.geometry.slice_bytes
     buffer_bytes = 2 * CHUNKS_PER_LANE * PIECES_PER_CHUNK * extent_bytes
     gpu = Gpu(device, rig.staging.address, rig.staging.length_bytes, buffer_bytes)
-    copier = GpuCopier(gpu, rig.regions, rig.geometry)
+    copier = OnlyCopier(gpu, rig.regions, rig.geometry)
     gpu.open([copier.warm_up])
     return copier
 
@@ -57,6 +65,10 @@ class SharedMemory(Cuda):
         super().pin(address, length_bytes)
         for memory in self._memory:
             super().pin(memory.address, memory.length_bytes)
+
+    def unpin(self, address: int) -> None:
+        for start in [address, *(memory.address for memory in self._memory)]:
+            super().unpin(start)
 
 
 @pytest.mark.skipif(not HAS_GPU, reason="no GPU here")
