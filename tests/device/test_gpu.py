@@ -41,17 +41,27 @@ def copier_over(rig: Rig, device) -> GpuCopier:
 
 
 @pytest.mark.skipif(HAS_GPU, reason="there is a real GPU, and kernels are not interpreted")
-@pytest.mark.parametrize("seed", range(2), scope="class")
 class TestInterpreted(CopierSuite):
+    """The engine's work is done at once."""
+
+    seed = 0
+
     @pytest.fixture(autouse=True)
-    def device(self, seed):
-        self.device = LateDevice(seed)
+    def device(self):
+        self.device = LateDevice(self.seed)
 
     def make(self, rig):
         return copier_over(rig, self.device)
 
     def engine_does(self, work):
         self.device.engine.put(work)
+
+
+class TestBehindASlowEngine(TestInterpreted):
+    """The engine's work is done last."""
+
+    seed = 1
+    test_layouts_and_degrees_read_one_another = None  # nothing to do with the engine, and slow
 
 
 class SharedMemory(Cuda):

@@ -225,6 +225,36 @@ def test_the_fence_gathers_before_blocks_are_overwritten(worker):
     assert all(worker.holds(10 + i, f"b{i}") for i in range(1, 9))
 
 
+def test_copies_come_after_what_the_engine_has_given_the_device(stored, monkeypatch):
+    """Without that a gather takes what was in the blocks before the forward, and a scatter writes
+    into blocks that a forward still reads."""
+    calls = []
+    for name in ("order_gathers", "submit_gather", "order_scatters", "submit_scatter"):
+        verb = getattr(stored.copier, name)
+        monkeypatch.setattr(
+            stored.copier, name, lambda *a, name=name, verb=verb: calls.append(name) or verb(*a)
+        )
+    stored.store((9, 10))
+    stored.work()
+    stored.load((11, 12))
+    stored.work()
+    assert calls == ["order_gathers", "submit_gather", "order_scatters", "submit_scatter"]
+
+
+def test_a_load_ends_when_its_last_scatter_does(stored):
+    """Until then its blocks and its staging are the copier's, deadline or not."""
+    stored.load(tuple(range(11, 19)), deadline_s=1.0)
+    stored.copier.is_stuck = True
+    stored.work()
+    stored.clock.advance(1.5)
+    assert stored.jobs.collect().done == frozenset()
+    assert stored.staging.taken_count == 4
+    stored.copier.is_stuck = False
+    finished = stored.jobs.collect()
+    assert (finished.done, finished.failed) == ({"r"}, frozenset())
+    assert stored.jobs.is_idle()
+
+
 def test_what_the_fence_cannot_gather_is_given_up():
     worker = Worker(staging_slots=2)
     worker.store(tuple(range(1, 9)), then_overwrite=tuple(range(1, 9)))
