@@ -39,14 +39,12 @@ def test_a_slot_that_may_end_too_early_is_not_used():
 
 def test_demand_covers_what_is_in_sight_and_what_is_in_grace():
     demand = Demand(ahead_count=4, count_max=100, grace_s=10.0)
-    assert demand.wanted_count(0.0) == 4
-    demand.in_sight_count = 3
-    assert demand.wanted_count(0.0) == 7
+    assert demand.wanted_count(0.0, 0) == 4
+    assert demand.wanted_count(0.0, 3) == 7
     demand.used(20, 1.0)
-    assert demand.wanted_count(10.0) == 23
-    assert demand.wanted_count(11.5) == 7
-    demand.in_sight_count = 1000
-    assert demand.wanted_count(12.0) == 100
+    assert demand.wanted_count(10.0, 3) == 23
+    assert demand.wanted_count(11.5, 3) == 7
+    assert demand.wanted_count(12.0, 1000) == 100
 
 
 def model(load_tokens_per_s: float, prefill_tokens_per_s: float) -> CostModel:

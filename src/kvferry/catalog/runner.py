@@ -19,9 +19,9 @@ In tests nobody calls `start`: `step` runs one piece of work on the caller's thr
 """
 
 import threading
-from collections import deque
 from collections.abc import Callable
 from enum import Enum
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from kvferry.clock import Clock
@@ -155,8 +155,8 @@ class Runner:
         self._metrics = metrics or Metrics()
         self._queue_max = queue_max
         self._breaker = _Breaker(clock, self._metrics, failures_max, backoff_s, max_s=backoff_max_s)
-        self._wake = threading.Condition()
-        self._queue: deque[Ticket] = deque()
+        self._lock = threading.Lock()
+        self._queue: SimpleQueue[Ticket | None] = SimpleQueue()  # None: look around
         self._periodics: list[_Periodic] = []
         self._running: Ticket | None = None
         self._is_closed = False
@@ -170,21 +170,20 @@ class Runner:
 
     def close(self, timeout_s: float) -> None:
         """Takes nothing new, finishes what is queued for at most `timeout_s`, refuses the rest."""
-        with self._wake:
+        with self._lock:
             self._is_closed = True
-            self._wake.notify()
+        self._queue.put(None)
         if self._thread is not None:
             self._thread.join(timeout_s)
         else:
             end_s = self._clock.now_s() + timeout_s
             while self._clock.now_s() < end_s and self.step():
                 pass
-        with self._wake:
-            self._is_abandoned = True
-            left = list(self._queue)
-            self._queue.clear()
-        for ticket in left:
-            ticket.settle(TicketState.REFUSED, self._clock.now_s())
+        self._is_abandoned = True
+        while not self._queue.empty():
+            ticket = self._next(0)
+            if ticket is not None:
+                ticket.settle(TicketState.REFUSED, self._clock.now_s())
 
     def submit(
         self,
@@ -196,26 +195,27 @@ class Runner:
         `on_orphan` gets, on the runner's thread, a value that came too late."""
         now_s = self._clock.now_s()
         ticket = Ticket(work, now_s + deadline_s, on_orphan)
-        with self._wake:
-            if self._is_closed or len(self._queue) >= self._queue_max or self._refuses(now_s):
+        with self._lock:
+            queued_count = self._queue.qsize()
+            if self._is_closed or queued_count >= self._queue_max or self._refuses(now_s):
                 ticket.settle(TicketState.REFUSED, now_s)
             else:
-                self._queue.append(ticket)
-                self._wake.notify()
-            self._metrics.set("kvferry_catalog_calls_pending", len(self._queue))
+                self._queue.put(ticket)
+        if queued_count:
+            self._metrics.set("kvferry_catalog_calls_pending", queued_count)
         return ticket
 
     def periodic(self, work: Callable[[], Any], interval_s: float) -> None:
         """Does `work` every `interval_s`, the first time after that long; taking longer than
         `interval_s` is late."""
-        with self._wake:
-            due_s = self._clock.now_s() + interval_s
+        due_s = self._clock.now_s() + interval_s
+        with self._lock:
             self._periodics.append(_Periodic(work, interval_s, due_s))
-            self._wake.notify()
+        self._queue.put(None)
 
     def is_available(self) -> bool:
         """False while the breaker is open: work would be refused."""
-        with self._wake:
+        with self._lock:
             return not self._refuses(self._clock.now_s())
 
     def _refuses(self, now_s: float) -> bool:
@@ -224,24 +224,21 @@ class Runner:
             if self._breaker.is_closed:
                 self._breaker.open(now_s)
             return True
-        is_probing = not self._breaker.is_closed and (running is not None or bool(self._queue))
+        is_probing = not self._breaker.is_closed and (
+            running is not None or not self._queue.empty()
+        )
         return is_probing or self._breaker.refuses(now_s)
 
     # The runner's thread.
 
     def _loop(self) -> None:
-        while True:
-            with self._wake:
-                while (delay_s := self._idle_s()) != 0:
-                    self._wake.wait(delay_s)
-                is_over = self._is_abandoned or (self._is_closed and not self._queue)
-            if is_over:
+        while not self._is_abandoned:
+            if not self._serve(self._idle_s()) and self._is_closed:
                 return
-            self.step()
 
     def _idle_s(self) -> float | None:
         """How long there is nothing to do; None: until woken."""
-        if self._queue or self._is_closed:
+        if self._is_closed:
             return 0
         now_s = self._clock.now_s()
         delays_s = [max(0, periodic.due_s - now_s) for periodic in self._periodics]
@@ -249,19 +246,29 @@ class Runner:
 
     def step(self) -> bool:
         """Runs one piece of work that is due. False if there is none."""
+        return self._serve(0)
+
+    def _serve(self, timeout_s: float | None) -> bool:
+        """Runs the next piece of work; waits for it at most so long. False if there is none."""
+        ticket = self._due_periodic(self._clock.now_s()) or self._next(timeout_s)
+        if ticket is None:
+            return not self._queue.empty()
         now_s = self._clock.now_s()
-        with self._wake:
-            ticket = self._due_periodic(now_s) or (self._queue.popleft() if self._queue else None)
-            if ticket is None:
-                return False
+        self._metrics.set("kvferry_catalog_calls_pending", self._queue.qsize())
+        with self._lock:
             is_refused = self._breaker.refuses(now_s)
-            self._metrics.set("kvferry_catalog_calls_pending", len(self._queue))
         if is_refused:
             ticket.error = UnavailableError("runner.breaker", "the catalog does not answer")
             ticket.settle(TicketState.FAILED, now_s)
         elif ticket.state(now_s) is TicketState.PENDING:
             self._run(ticket)
         return True
+
+    def _next(self, timeout_s: float | None) -> Ticket | None:
+        try:
+            return self._queue.get(timeout_s != 0, timeout_s)
+        except Empty:
+            return None
 
     def _due_periodic(self, now_s: float) -> Ticket | None:
         for periodic in () if self._is_closed else self._periodics:
@@ -271,7 +278,7 @@ class Runner:
         return None
 
     def _run(self, ticket: Ticket) -> None:
-        with self._wake:
+        with self._lock:
             self._running = ticket
         ticket.value, ticket.error = value, error = self._attempt(ticket.work)
         state = TicketState.FAILED if error else TicketState.DONE
@@ -280,7 +287,7 @@ class Runner:
             ticket.value = None
             if error is None and ticket.on_orphan is not None:
                 self._attempt(lambda: ticket.on_orphan(value))
-        with self._wake:
+        with self._lock:
             self._running = None
             if in_time and not isinstance(error, OSError | InternalError):
                 self._breaker.succeed()

@@ -26,6 +26,7 @@ from kvferry.metrics import Metrics
 from kvferry.offload.agreement import Agreement
 from kvferry.offload.base import Load, Part, Plan, Report, Request, Step, Store
 from kvferry.offload.cost import CostModel
+from kvferry.offload.due import Due
 from kvferry.offload.lookup import Hasher
 from kvferry.offload.matcher import Matcher
 from kvferry.offload.origin import Origins
@@ -87,12 +88,14 @@ class Planner:
         self._origins = Origins()
         self._weights_name = config.weights_id
         self._records: dict[str, Record] = {}
+        self._due = Due()
         self._may_reserve = may_reserve
         self._closers = list(closers)
         self._wanted: dict[bytes, int] = {}
         self._wanted_at_s = 0.0
         self._room = Room(catalog, pages, facts, metrics)
         self._demands: list[Demand] = []
+        self._in_sight_tokens = 0
         self._refills: dict[int, Refill] = {}
         self._refill_after_s = 0.0
         self._loads: list[Load] = []
@@ -112,6 +115,7 @@ class Planner:
             record.next_boundary = NEVER_TOKENS
         elif self._agreement.parts:
             self._begin(record)
+        self._due.soon(request.request_id)
 
     def match(self, request_id: str, computed_tokens: int, total_tokens: int) -> int | None:
         """Tokens beyond `computed_tokens` that can be loaded; None: pending, ask again."""
@@ -130,7 +134,6 @@ class Planner:
         if record is None:
             return
         self._admitted[request_id] = tables
-        self._foresee(record)
         if external_tokens == 0 or record.answer is None:
             return
         self._loads.append(self._matcher.load(record, tables, external_tokens))
@@ -142,18 +145,14 @@ class Planner:
         self._collect_refills(now_s)
         self._origins.allocated(step.new_blocks)
         stores: list[Store] = []
-        records, counts = self._records, step.scheduled_tokens
+        due = self._due.take(step.scheduled_tokens)
         for request_id, computed in zip(step.request_ids, step.computed_tokens, strict=True):
-            record = records.get(request_id)
-            if record is not None:
-                end = record.computed_tokens = computed + counts[request_id]
-                if end >= record.next_boundary:
-                    stores += self._advance(record, computed, step, now_s)
+            if request_id in due and request_id in self._records:
+                stores += self._look(self._records[request_id], computed, step, now_s)
         for request_id in step.preempted:
             if request_id in self._records:
                 self._evacuate(self._records[request_id])
-        if self._admitted:
-            self._note_parked(step)
+        self._note_parked(step)
         self._refill(now_s)
         pool_count = sum(len(pool) for pool in self._stores.pools)
         self._metrics.set("kvferry_slots_reserved_ahead", pool_count)
@@ -164,7 +163,8 @@ class Planner:
         record = self._records.pop(request_id, None)
         if record is None:
             return
-        self._foresee(record, is_over=True)
+        self._due.forget(request_id)
+        self._foresee(record, 0)
         end = min(record.computed_tokens, len(record.request.tokens) - 1)
         if tables is not None and record.is_storable and end >= record.next_boundary:
             self._store_late(record, tables, end)
@@ -212,7 +212,7 @@ class Planner:
             record.chains = []
             if record.computed_tokens or record.loaded_end:
                 record.is_storable = False
-                record.next_boundary = 0
+                self._look_soon(record)
         if self._agreement.parts:
             self._begin_all()
 
@@ -249,7 +249,7 @@ class Planner:
             Demand(self._config.reserve_ahead_count, count_max, self._config.grace_s) for _ in parts
         ]
         for record in self._records.values():
-            record.next_boundary = 0
+            self._look_soon(record)
             if record.request.is_cacheable:
                 self._begin(record)
 
@@ -258,18 +258,14 @@ class Planner:
 
     def _begin(self, record: Record) -> None:
         self._matcher.ask(record)
-        record.in_sight = [0 for _ in self._demands]
-        self._foresee(record)
-        self._refill(self._clock.now_s())
+        self._foresee(record, len(record.request.tokens))
+        if not all(self._stores.pools):
+            self._refill(self._clock.now_s())
 
-    def _foresee(self, record: Record, is_over: bool = False) -> None:
-        """Notes in the demand how many chunks the request may still store."""
-        for index, counted in enumerate(record.in_sight):
-            planned = record.chains[index].next_store if record.chains else 0
-            total = len(record.request.tokens) // self._agreement.parts[index].chunk_tokens
-            left = 0 if is_over else max(0, total - planned)
-            self._demands[index].in_sight_count += left - counted
-            record.in_sight[index] = left
+    def _foresee(self, record: Record, tokens: int) -> None:
+        """Notes how many tokens the request may still store, as far as they are known now."""
+        self._in_sight_tokens += tokens - record.in_sight_tokens
+        record.in_sight_tokens = tokens
 
     def _waits_for_slots(self, record: Record) -> bool:
         """The first request of an idle engine finds no reserved slots. They come with the answer
@@ -281,7 +277,7 @@ class Planner:
         """Pages could not be loaded: who waits for them computes and stores them again."""
         for record in self._records.values():
             if record.loaded_end and not record.is_scheduled:
-                record.next_boundary = 0
+                self._look_soon(record)
                 for part, chain in zip(self._agreement.parts, record.chains, strict=False):
                     first = record.local_tokens // part.chunk_tokens
                     chain.next_store = min(chain.next_store, first)
@@ -289,10 +285,23 @@ class Planner:
     def _evacuate(self, record: Record) -> None:
         """The request has no blocks: it was preempted, or has not begun."""
         record.is_scheduled, record.is_storable = False, True
-        record.next_boundary = 0
+        self._look_soon(record)
         record.computed_tokens = record.loaded_end = 0
 
+    def _look_soon(self, record: Record) -> None:
+        record.next_boundary = 0
+        self._due.soon(record.request_id)
+
     # Steps
+
+    def _look(self, record: Record, computed: int, step: Step, now_s: float) -> list[Store]:
+        """At a request that is due."""
+        end = record.computed_tokens = computed + step.scheduled_tokens[record.request_id]
+        is_complete = end >= record.next_boundary
+        stores = self._advance(record, computed, step, now_s) if is_complete else []
+        if record.next_boundary < NEVER_TOKENS:
+            self._due.after(record.request_id, record.next_boundary - end)
+        return stores
 
     def _advance(self, record: Record, computed: int, step: Step, now_s: float) -> list[Store]:
         """Of a request that was just admitted, completes a chunk, or must be looked at in each
@@ -315,7 +324,7 @@ class Planner:
         if known < record.next_boundary:
             return []
         stores = self._used(self._stores.plan(record, tables, known, now_s), now_s)
-        self._foresee(record)
+        self._foresee(record, max(0, len(record.request.tokens) - record.next_boundary))
         return stores
 
     def _used(self, stores: list[Store], now_s: float) -> list[Store]:
@@ -336,10 +345,8 @@ class Planner:
     def _note_parked(self, step: Step) -> None:
         """Of requests that were admitted and compute nothing yet: they wait for a load. A load of
         ours on top of a foreign prefix does not make a prefix of ours."""
-        for request_id in step.request_ids:
-            self._admitted.pop(request_id, None)
-        for request_id, tables in self._admitted.items():
-            record = self._records.get(request_id)
+        for request_id in self._admitted.keys() - step.scheduled_tokens.keys():
+            record, tables = self._records.get(request_id), self._admitted[request_id]
             if record is not None and not record.is_scheduled:
                 local_tokens = record.local_tokens
                 if not (record.loaded_end and self._origins.are_ours(tables, local_tokens)):
@@ -373,9 +380,10 @@ class Planner:
             return
         self._wanted_at_s = now_s
         for index, demand in enumerate(self._demands):
-            pool, wanted = self._stores.pools[index], demand.wanted_count(now_s)
+            pool, part = self._stores.pools[index], self._agreement.parts[index]
+            wanted = demand.wanted_count(now_s, self._in_sight_tokens // part.chunk_tokens)
             pool.discard_before(now_s + self._config.store_deadline_s)
-            part, have = self._agreement.parts[index], len(pool)
+            have = len(pool)
             self._give_back(part, pool.take_discarded())
             self._wanted[part.namespace] = wanted
             if index in self._refills or have * 2 > wanted:

@@ -40,7 +40,7 @@ class Record:
     `answer_version`. `deadline_s`: when the request stops waiting.
     `local_tokens`, `loaded_end`: what the engine had and where our load ended, at the last
     admission. `computed_tokens`: KV that exists after the last planned step; 0 while preempted.
-    `in_sight`: chunks of each part that the demand for slots counts.
+    `in_sight_tokens`: what the request may still store, as the demand for slots counts it.
     `is_storable` turns False when blocks of foreign origin are found below it: see `origin`.
     """
 
@@ -58,7 +58,7 @@ class Record:
     next_boundary: int = 0
     computed_tokens: int = 0
     is_declined: bool = False
-    in_sight: list[int] = field(default_factory=list)
+    in_sight_tokens: int = 0
     is_storable: bool = True
     is_scheduled: bool = False
 

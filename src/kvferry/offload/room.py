@@ -73,17 +73,16 @@ class Demand:
         self._grace_s = grace_s
         self._used: deque[tuple[float, int]] = deque()
         self._used_count = 0
-        self.in_sight_count = 0
 
     def used(self, count: int, now_s: float) -> None:
         self._used.append((now_s, count))
         self._used_count += count
 
-    def wanted_count(self, now_s: float) -> int:
+    def wanted_count(self, now_s: float, in_sight_count: int) -> int:
         while self._used and self._used[0][0] < now_s - self._grace_s:
             self._used_count -= self._used.popleft()[1]
         ahead = max(self._ahead_count, self._used_count)
-        return min(self._count_max, ahead + self.in_sight_count)
+        return min(self._count_max, ahead + in_sight_count)
 
 
 def unpack(packed: bytes) -> Slot:
