@@ -90,6 +90,7 @@ class EngineProcess:
             "HF_HUB_OFFLINE": "1",
             "PYTHONPATH": str(ROOT),
             "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_STREAM": "ext://sys.stderr",
             "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         }
         with self._log.open("ab") as log:

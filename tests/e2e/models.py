@@ -19,6 +19,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from tests.e2e import installed
+
 VOCABULARY = 512
 WINDOW_TOKENS = 128
 
@@ -80,6 +82,11 @@ MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
     "other": lambda: full_attention(seed=2),
     "window": sliding_window,
 }
+
+
+def is_served(name: str) -> bool:
+    """Whether kvferry serves it with the vLLM that is installed."""
+    return name != "window" or installed.SEVERAL_GROUPS_ARE_SERVED
 
 
 def save(name: str, folder: Path) -> Path:

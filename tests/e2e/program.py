@@ -12,7 +12,7 @@ from typing import Any
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
-from tests.e2e import injected, inside
+from tests.e2e import injected, inside, installed
 
 BLOCK_TOKENS = 32
 COUNTERS = {
@@ -47,6 +47,8 @@ class Program:
             "worker_extension_cls": inside.WORKER,
         }
         self._engine = LLM(model=model, **(defaults | dict(settings)))
+        if not installed.LLM_COUNTS_EVERY_STEP:
+            _count_every_step(self._engine.llm_engine)
         return {"duration_s": perf_counter() - started_s}
 
     def close(self) -> dict[str, Any]:
@@ -72,11 +74,11 @@ class Program:
         started_s = perf_counter()
         outputs = self._engine.generate(inputs, parameters, use_tqdm=False, lora_request=adapters)
         duration_s = perf_counter() - started_s
-        return {
-            "requests": [_answer(output) for output in outputs],
-            "duration_s": duration_s,
-            **self._counted_since(before),
-        }
+        answers, counted = [_answer(output) for output in outputs], self._counted_since(before)
+        if not installed.LOCAL_HITS_ARE_COUNTED_ONCE:
+            cached_tokens = sum(answer["cached_tokens"] for answer in answers)
+            counted["local_hit_tokens"] = cached_tokens - counted["external_hit_tokens"]
+        return {"requests": answers, "duration_s": duration_s, **counted}
 
     def generate_and_abort(
         self,
@@ -187,6 +189,18 @@ class Program:
             return None
         number = self._adapters.setdefault(path, len(self._adapters) + 1)
         return LoRARequest(Path(path).name, number, path)
+
+
+def _count_every_step(engine: Any) -> None:
+    core, get_output = engine.engine_core, engine.engine_core.get_output
+
+    def get_counted_output() -> Any:
+        output = get_output()
+        if output.scheduler_stats is not None and not output.outputs:
+            engine.logger_manager.record(output.scheduler_stats, None)
+        return output
+
+    core.get_output = get_counted_output
 
 
 def _parameters(sampling: Mapping[str, Any]) -> SamplingParams:

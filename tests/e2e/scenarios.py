@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.e2e import installed
 from tests.e2e.prompts import tokens
 
 Prompts = tuple[list[int], ...]
@@ -158,7 +159,7 @@ ALL = (
     CHUNKED_PREFILL,
     SMALL_CACHE,
     NO_PREFIX_CACHE,
-    WINDOW,
+    *((WINDOW,) if installed.SEVERAL_GROUPS_ARE_SERVED else ()),
     ADAPTERS,
     SPECULATION,
 )

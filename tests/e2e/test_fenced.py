@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from tests.e2e import models
 from tests.e2e.engine import Answers, EngineProcess
 from tests.e2e.prompts import tokens
 from tests.e2e.store import Store
@@ -43,7 +44,7 @@ class Compared(NamedTuple):
 def unhurried(engine_a, model, tmp_path_factory):
     """By model: answers and pages of an engine that has blocks for everybody."""
     found = {}
-    for name in FEW_BLOCKS:
+    for name in filter(models.is_served, FEW_BLOCKS):
         store = Store(tmp_path_factory.mktemp(f"unhurried-{name}"))
         answers = run(engine_a, model(name), store, 400, [None] * len(PROMPTS))
         assert answers.preemptions == 0

@@ -145,6 +145,17 @@ def test_blocks_of_another_size_are_other_bytes_only_where_the_backend_packs():
         assert content_order(backend, Layer, 32) != content_order(backend, Layer, 64)
 
 
+class OlderLayer:
+    """vLLM before 0.29: its implementation knows."""
+
+    impl = Layer
+
+
+def test_the_instruction_set_is_found_where_older_versions_keep_it():
+    older, newer = (content_order(CPUAttentionBackend, layer, 32) for layer in (OlderLayer, Layer))
+    assert older == newer
+
+
 def test_an_unnamed_instruction_set_is_refused():
     with pytest.raises(ConfigError, match="instruction set"):
         content_order(CPUAttentionBackend, object(), 32)

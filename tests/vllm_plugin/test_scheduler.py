@@ -137,7 +137,8 @@ def test_a_step_names_who_computes_what():
     assert step.preempted == {"c"}
 
 
-def test_tables_come_from_the_scheduler_where_it_hands_them_over():
+def test_tables_come_from_the_scheduler_where_it_hands_them_over(monkeypatch):
+    monkeypatch.setattr(versions, "reports_failed_loads", lambda: True)
     planner = Planner()
     state = SimpleNamespace(get_block_ids=lambda request_id: ([1, 2],))
     role(planner).build(output(new=[("r", 0, 64)], state=state))

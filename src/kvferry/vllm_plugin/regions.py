@@ -16,6 +16,7 @@ import torch
 
 from kvferry.errors import ConfigError
 from kvferry.layout import Region
+from kvferry.vllm_plugin import versions
 
 # Classes whose content is, for each token and head, K then V (MLA: the latent).
 PER_TOKEN_BACKENDS = frozenset(
@@ -42,7 +43,7 @@ def content_order(backend: type, layer: Any, kernel_block_tokens: int) -> str:
         return "kv-per-token"
     if name not in OPAQUE_BACKENDS:
         return f"{name}:block{kernel_block_tokens}"
-    isa = getattr(layer, "isa", None)
+    isa = versions.instruction_set(layer)
     if not isa:
         raise ConfigError(
             "vllm.content_order",

@@ -14,13 +14,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from kvferry.metric_table import METRICS, Kind
 from kvferry.metrics import Exporter, Metrics, Snapshot, merge
+from kvferry.vllm_plugin.versions import SubscriptableStats
 
 PREFIX = "vllm:"
 """With it, vLLM treats these metrics as its own, also when an engine follows another one in the
 same process."""
 
 
-class Stats(KVConnectorStats):
+class Stats(SubscriptableStats):
     """`data`: a snapshot of what was counted since the last one."""
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:

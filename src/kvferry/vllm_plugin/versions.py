@@ -4,10 +4,12 @@ Read from the sources of each version; 0.32 is what the tests run on.
 
 | version | what changed for us |
 | --- | --- |
-| 0.26 | one four-dimensional tensor per layer; MLA three-dimensional |
-| 0.28 | the content dimension may be packed |
+| 0.26 | one four-dimensional tensor per layer; MLA three-dimensional; `LLM` loses what is counted
+         in a step without output, a load for one: too few hits in its metrics, not in a server's |
+| 0.28 | the content dimension may be packed; `LLM` counts every step |
+| 0.29 | the CPU backend says on the layer how it packs, before that on its implementation |
 | 0.30 | `get_transfer_results` with `failed_recving`; block tables by `kv_connector_block_state`;
-         MLA four-dimensional |
+         MLA four-dimensional; stats below a `MultiConnector` need not look like a dict |
 | 0.31 | `wait_for_save` also on steps without a forward |
 """
 
@@ -18,6 +20,7 @@ from typing import Any
 import vllm
 from vllm.config import get_layers_from_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as connector_base
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from kvferry.errors import ConfigError
@@ -56,6 +59,11 @@ def transfer_results(done: set[str], failed: set[str]) -> Any:
 def attention_layers(vllm_config: Any, layer_names: Sequence[str]) -> dict[str, Any]:
     """The layer objects by name. Worker side, after the model was loaded."""
     return get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(layer_names))
+
+
+def instruction_set(layer: Any) -> str | None:
+    """For which one the CPU backend packs a layer's cache; None if it does not say."""
+    return getattr(layer, "isa", None) or getattr(getattr(layer, "impl", None), "isa", None)
 
 
 def layer_spec(group_spec: Any, layer_name: str) -> Any:
@@ -123,6 +131,14 @@ class TableSource:
 
 def _text(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
+
+
+class SubscriptableStats(KVConnectorStats):
+    """Before 0.30, below a `MultiConnector`, vLLM reads stats that have stayed in one process as
+    the dict that they are after they have crossed to another."""
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
 
 
 def cache_hit_source() -> Any:
