@@ -62,16 +62,20 @@ def test_the_boundary_is_the_greatest_that_can_be_served(data, parts, tokens, co
         for part in parts
     ]
     computed = min(computed_blocks * 4, tokens)
-    runs = [runs_of(is_hit) for is_hit in hits]
+    runs = [hit_runs(*is_hit) for is_hit in hits]
     limit = data.draw(st.sampled_from([tokens, max(0, tokens - 1)]))
     found = servable_boundary(parts, runs, computed, limit)
     assert found == best_boundary(parts, hits, computed, limit)
 
 
+def hit_runs(*is_hit: bool):
+    return runs_of([index for index, hit in enumerate(is_hit) if hit], len(is_hit))
+
+
 def test_a_local_hit_in_the_middle_of_a_chunk_loads_that_chunk():
     part = make_part(chunk_tokens=16)
-    assert servable_boundary([part], [runs_of([False, True])], 8, 32) == 8
-    assert servable_boundary([part], [runs_of([True, True])], 8, 32) == 32
+    assert servable_boundary([part], [hit_runs(False, True)], 8, 32) == 8
+    assert servable_boundary([part], [hit_runs(True, True)], 8, 32) == 32
     assert first_needed_chunk(part, 8, 32) == 0
     blocks = blocks_to_load(part, (1, 2, 3, 4), 0, 8, 32)
     assert blocks == (SKIP, SKIP, 3, 4)
@@ -79,10 +83,10 @@ def test_a_local_hit_in_the_middle_of_a_chunk_loads_that_chunk():
 
 def test_a_window_needs_its_last_tokens_only():
     part = make_part(chunk_tokens=8, window_tokens=17)
-    assert servable_boundary([part], [runs_of([False, False, True, True])], 0, 32) == 32
+    assert servable_boundary([part], [hit_runs(False, False, True, True)], 0, 32) == 32
     assert first_needed_chunk(part, 0, 32) == 2
     part = make_part(chunk_tokens=8, window_tokens=18)
-    assert servable_boundary([part], [runs_of([False, False, True, True])], 0, 32) == 0
+    assert servable_boundary([part], [hit_runs(False, False, True, True)], 0, 32) == 0
 
 
 def test_blocks_that_are_not_there_are_skipped():

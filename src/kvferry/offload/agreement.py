@@ -11,7 +11,8 @@ from kvferry.offload.base import Identity, Part
 
 
 class Agreement:
-    """Collects identities until `rank_count` ranks have agreed; then `parts` is set."""
+    """Collects identities until `rank_count` ranks have agreed; then `parts` is set, and
+    `namespaces`, the parts as a plan names them."""
 
     def __init__(self, rank_count: int, store_id: bytes):
         self._rank_count = rank_count
@@ -19,11 +20,7 @@ class Agreement:
         self._identities: dict[int, Identity] = {}
         self._name: bytes | None = None
         self.parts: tuple[Part, ...] = ()
-
-    @property
-    def namespaces(self) -> tuple[tuple[int, int, bytes], ...]:
-        """The parts as a plan names them."""
-        return tuple((part.stage, part.group_index, part.namespace) for part in self.parts)
+        self.namespaces: tuple[tuple[int, int, bytes], ...] = ()
 
     def add(self, identity: Identity) -> bool:
         """True if this was the last one missing. Raises IncompatibleError naming the field."""
@@ -37,14 +34,18 @@ class Agreement:
         self._identities[identity.rank] = identity
         if len(self._identities) < self._rank_count:
             return False
-        self.parts = self._collect()
+        self._set(self._collect())
         return True
 
     def rename(self, name: bytes) -> None:
         """Gives every part another namespace, known to those who know `name` (32 random bytes, or
         a name that operators have agreed on)."""
         self._name = name
-        self.parts = self._collect() if self.parts else ()
+        self._set(self._collect() if self.parts else ())
+
+    def _set(self, parts: tuple[Part, ...]) -> None:
+        self.parts = parts
+        self.namespaces = tuple((part.stage, part.group_index, part.namespace) for part in parts)
 
     def _collect(self) -> tuple[Part, ...]:
         by_place = {

@@ -1,7 +1,8 @@
 """Arithmetic of chunks: which boundary can be served, which blocks a chunk covers. Pure."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 from kvferry.device.base import SKIP
@@ -21,16 +22,29 @@ class Runs(NamedTuple):
     ahead: list[int]
 
 
-def runs_of(is_hit: Sequence[bool]) -> Runs:
-    back, run = [], 0
-    for hit in is_hit:
-        run = run + 1 if hit else 0
-        back.append(run)
-    ahead, run = [], 0
-    for hit in reversed(is_hit):
-        run = run + 1 if hit else 0
-        ahead.append(run)
-    return Runs(back, ahead[::-1])
+def runs_of(hits: Collection[int], count: int) -> Runs:
+    """Of `count` chunks, `hits` of which are there. Runs are few, so little is done for each
+    chunk."""
+    marks = bytearray(count)
+    for hit in hits:
+        marks[hit] = 1
+    back: list[int] = []
+    ahead: list[int] = []
+    start = 0
+    while start < count:
+        end = _place(marks, b"\0", start)
+        back.extend(range(1, end - start + 1))
+        ahead.extend(range(end - start, 0, -1))
+        start = _place(marks, b"\1", end)
+        back.extend(repeat(0, start - end))
+        ahead.extend(repeat(0, start - end))
+    return Runs(back, ahead)
+
+
+def _place(marks: bytearray, mark: bytes, start: int) -> int:
+    """Where `mark` comes first from `start` on; the end if nowhere."""
+    place = marks.find(mark, start)
+    return place if place >= 0 else len(marks)
 
 
 def servable_boundary(

@@ -13,6 +13,9 @@ from kvferry.offload.base import SLOT, Part, Request
 from kvferry.offload.chunks import runs_of
 
 ABSENT_SLOT = bytes(SLOT.size)
+PIECE_CHUNKS = 256
+"""Python holds on to the interpreter for no longer than it takes to go through so many chunks; in
+between native code lets go of it, and the engine's thread gets its turn."""
 
 Hasher = Callable[[bytes, bytes, bytes, int, Sequence[bytes]], bytes]
 """`_native.chain_keys` or a reference of it."""
@@ -25,16 +28,12 @@ class PartAnswer:
     there; `hit_by_key`: the same by their keys; `runs`: where they lie.
     """
 
-    def __init__(self, keys: bytes, slots: bytes):
+    def __init__(self, keys: bytes, slots: bytes, hit_by_key: dict[bytes, int]):
         self.keys = keys
         self.slots = slots
-        is_hit = [
-            slots[start : start + SLOT.size] != ABSENT_SLOT
-            for start in range(0, len(slots), SLOT.size)
-        ]
-        self.hits = frozenset(index for index, hit in enumerate(is_hit) if hit)
-        self.hit_by_key = {self.key(index): index for index in self.hits}
-        self.runs = runs_of(is_hit)
+        self.hit_by_key = hit_by_key
+        self.hits = frozenset(hit_by_key.values())
+        self.runs = runs_of(self.hits, len(self))
 
     def __len__(self) -> int:
         return len(self.keys) // DIGEST_BYTES
@@ -46,10 +45,11 @@ class PartAnswer:
         """The same answer with these chunks as misses."""
         if not chunk_indices:
             return self
-        slots = bytearray(self.slots)
+        slots, hit_by_key = bytearray(self.slots), dict(self.hit_by_key)
         for index in chunk_indices:
             slots[index * SLOT.size : (index + 1) * SLOT.size] = ABSENT_SLOT
-        return PartAnswer(self.keys, bytes(slots))
+            del hit_by_key[self.key(index)]
+        return PartAnswer(self.keys, bytes(slots), hit_by_key)
 
 
 def chunk_keys(
@@ -80,11 +80,29 @@ class Lookup:
         return tuple(self._ask(part, keys) for part, keys in pairs)
 
     def _hash(self, part: Part) -> bytes:
-        end_chunk = self.token_count // part.chunk_tokens
-        return chunk_keys(self._hasher, part, self._request, ROOT_PARENT, 0, end_chunk)
+        keys, end_chunk = bytearray(), self.token_count // part.chunk_tokens
+        parent = ROOT_PARENT
+        for first in range(0, end_chunk, PIECE_CHUNKS):
+            end = min(first + PIECE_CHUNKS, end_chunk)
+            keys += chunk_keys(self._hasher, part, self._request, parent, first, end)
+            parent = bytes(keys[-DIGEST_BYTES:])
+        return bytes(keys)
 
     def _ask(self, part: Part, keys: bytes) -> PartAnswer:
         if not self._request.is_readable:
-            return PartAnswer(keys, bytes(SLOT.size * (len(keys) // DIGEST_BYTES)))
-        names = [keys[i : i + DIGEST_BYTES] for i in range(0, len(keys), DIGEST_BYTES)]
-        return PartAnswer(keys, self._catalog.lookup_packed(part.namespace, names))
+            return PartAnswer(keys, bytes(SLOT.size * (len(keys) // DIGEST_BYTES)), {})
+        slots, hit_by_key = bytearray(), {}
+        for start in range(0, len(keys), PIECE_CHUNKS * DIGEST_BYTES):
+            end = min(start + PIECE_CHUNKS * DIGEST_BYTES, len(keys))
+            names = [keys[i : i + DIGEST_BYTES] for i in range(start, end, DIGEST_BYTES)]
+            found = self._catalog.lookup_packed(part.namespace, names)
+            slots += found
+            for index, (name, slot) in enumerate(zip(names, rows(found), strict=True)):
+                if slot != ABSENT_SLOT:
+                    hit_by_key[name] = start // DIGEST_BYTES + index
+        return PartAnswer(keys, bytes(slots), hit_by_key)
+
+
+def rows(slots: bytes) -> list[bytes]:
+    """Packed slots, one by one."""
+    return [slots[start : start + SLOT.size] for start in range(0, len(slots), SLOT.size)]

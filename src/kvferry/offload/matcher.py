@@ -15,7 +15,7 @@ from kvferry.metrics import Metrics
 from kvferry.offload.base import SLOT, Load, Part, Span
 from kvferry.offload.chunks import first_needed_chunk, servable_boundary, span_blocks
 from kvferry.offload.cost import CostModel
-from kvferry.offload.lookup import Hasher, Lookup, PartAnswer
+from kvferry.offload.lookup import PIECE_CHUNKS, Hasher, Lookup, PartAnswer
 from kvferry.offload.quarantine import Quarantine
 from kvferry.offload.record import Chain, Record
 
@@ -127,7 +127,7 @@ class Matcher:
         if not record.chains:
             record.chains = [Chain(keys=keys) for keys in record.lookup.keys]
         for chain, answer in zip(record.chains, record.answer or (), strict=False):
-            chain.present |= answer.hits
+            chain.present = chain.present | answer.hits if chain.present else answer.hits
             if chain.next_store < len(answer):
                 chain.next_store += answer.runs.ahead[chain.next_store]
 
@@ -157,7 +157,9 @@ class Matcher:
 
     def _toucher(self, part: Part, answer: PartAnswer) -> Callable[[], None]:
         def touch() -> None:
-            self._catalog.touch(part.namespace, list(answer.hit_by_key))
+            keys = list(answer.hit_by_key)
+            for start in range(0, len(keys), PIECE_CHUNKS):
+                self._catalog.touch(part.namespace, keys[start : start + PIECE_CHUNKS])
 
         return touch
 

@@ -40,8 +40,12 @@ log = logging.getLogger(__name__)
 
 RESERVED_AHEAD_MAX = 4096
 NEVER_TOKENS = 1 << 62
+FEW = 16
+"""So few requests are found faster one by one than by going through all of a step."""
 IDLE_S = 5.0
 """An engine that took no step for this long wants no room: what it wanted last is out of date."""
+REFILL_CHECK_S = 0.05
+"""While nothing else says that slots run short, their number is looked at so often."""
 REFILL_PAUSE_S = 0.25
 """After a reservation that got fewer slots than it asked for."""
 
@@ -96,8 +100,11 @@ class Planner:
         self._room = Room(catalog, pages, facts, metrics)
         self._demands: list[Demand] = []
         self._in_sight_tokens = 0
+        self._refill_below: list[float] = []
         self._refills: dict[int, Refill] = {}
         self._refill_after_s = 0.0
+        self._refill_at_s = 0.0
+        self._is_refill_due = False
         self._loads: list[Load] = []
         self._admitted: dict[str, Sequence[Sequence[int]]] = {}
         self._late_stores: list[Store] = []
@@ -141,21 +148,25 @@ class Planner:
     def build(self, step: Step) -> Plan:
         """The plan of this step."""
         now_s = self._clock.now_s()
-        self._measure(step, now_s)
-        self._collect_refills(now_s)
-        self._origins.allocated(step.new_blocks)
+        token_count = sum(step.scheduled_tokens.values())
+        self._measure(token_count, now_s)
+        if self._refills:
+            self._collect_refills(now_s)
+        if step.new_blocks:
+            self._origins.allocated(step.new_blocks)
         stores: list[Store] = []
-        due = self._due.take(step.scheduled_tokens)
-        for request_id, computed in zip(step.request_ids, step.computed_tokens, strict=True):
-            if request_id in due and request_id in self._records:
-                stores += self._look(self._records[request_id], computed, step, now_s)
+        due = self._due.take(step.scheduled_tokens, token_count)
+        for place in _places(step.request_ids, due):
+            record = self._records.get(step.request_ids[place])
+            if record is not None:
+                stores += self._look(record, step.computed_tokens[place], step, now_s)
         for request_id in step.preempted:
             if request_id in self._records:
                 self._evacuate(self._records[request_id])
-        self._note_parked(step)
-        self._refill(now_s)
-        pool_count = sum(len(pool) for pool in self._stores.pools)
-        self._metrics.set("kvferry_slots_reserved_ahead", pool_count)
+        if self._admitted:
+            self._note_parked(step)
+        if self._is_refill_due or now_s >= self._refill_at_s:
+            self._refill(now_s)
         return self._take_plan(step, stores)
 
     def finished(self, request_id: str, tables: Sequence[Sequence[int]] | None = None) -> None:
@@ -243,6 +254,7 @@ class Planner:
         self._origins.agree(parts)
         self._refills.clear()
         self._wanted = {}
+        self._refill_below = [0.0 for _ in parts]
         slots_in_all = self._facts.capacity_bytes // max(self._slot_bytes(part) for part in parts)
         count_max = max(2, min(RESERVED_AHEAD_MAX, slots_in_all // (4 * len(parts))))
         self._demands = [
@@ -264,6 +276,8 @@ class Planner:
 
     def _foresee(self, record: Record, tokens: int) -> None:
         """Notes how many tokens the request may still store, as far as they are known now."""
+        if tokens > record.in_sight_tokens:
+            self._is_refill_due = True
         self._in_sight_tokens += tokens - record.in_sight_tokens
         record.in_sight_tokens = tokens
 
@@ -329,7 +343,10 @@ class Planner:
 
     def _used(self, stores: list[Store], now_s: float) -> list[Store]:
         for store in stores:
-            self._demands[store.span.part_index].used(len(store.span), now_s)
+            index = store.span.part_index
+            self._demands[index].used(len(store.span), now_s)
+            if len(self._stores.pools[index]) < self._refill_below[index]:
+                self._is_refill_due = True
         return stores
 
     def _note_origin(
@@ -366,24 +383,27 @@ class Planner:
         self._must_drop = False
         return plan
 
-    def _measure(self, step: Step, now_s: float) -> None:
+    def _measure(self, token_count: int, now_s: float) -> None:
         """Prefill speed: tokens of the last step by the time until this one."""
         if self._last_step is not None:
             started_s, tokens = self._last_step
             self._cost.saw_step(tokens, now_s - started_s)
-        self._last_step = (now_s, sum(step.scheduled_tokens.values()))
+        self._last_step = (now_s, token_count)
 
     # Reserved slots
 
     def _refill(self, now_s: float) -> None:
         if now_s < self._refill_after_s or not self._may_reserve():
             return
+        self._is_refill_due = False
+        self._refill_at_s = now_s + REFILL_CHECK_S
         self._wanted_at_s = now_s
         for index, demand in enumerate(self._demands):
             pool, part = self._stores.pools[index], self._agreement.parts[index]
             wanted = demand.wanted_count(now_s, self._in_sight_tokens // part.chunk_tokens)
             pool.discard_before(now_s + self._config.store_deadline_s)
             have = len(pool)
+            self._refill_below[index] = wanted / 2
             self._give_back(part, pool.take_discarded())
             self._wanted[part.namespace] = wanted
             if index in self._refills or have * 2 > wanted:
@@ -393,6 +413,8 @@ class Planner:
             orphan = functools.partial(self._abort, part.namespace)
             ticket = self._runner.submit(work, self._config.store_deadline_s, orphan)
             self._refills[index] = Refill(ticket, wanted - have, now_s + lease_s)
+        pool_count = sum(len(pool) for pool in self._stores.pools)
+        self._metrics.set("kvferry_slots_reserved_ahead", pool_count)
 
     def _collect_refills(self, now_s: float) -> None:
         for index, refill in list(self._refills.items()):
@@ -402,6 +424,7 @@ class Planner:
             del self._refills[index]
             slots = refill.ticket.value if state is TicketState.DONE else []
             self._stores.pools[index].add(slots, refill.sure_until_s)
+            self._is_refill_due = True
             if len(slots) < refill.count:  # full, or the catalog is down: not at every step
                 self._refill_after_s = now_s + REFILL_PAUSE_S
 
@@ -416,3 +439,10 @@ class Planner:
 
     def _abort(self, namespace: bytes, slots: list[Slot]) -> None:
         self._catalog.abort(namespace, slots)
+
+
+def _places(request_ids: Sequence[str], due: set[str]) -> list[int]:
+    """Where the requests that are due stand among all of a step, in order."""
+    if len(due) <= FEW:
+        return sorted(map(request_ids.index, due))
+    return [place for place, request_id in enumerate(request_ids) if request_id in due]

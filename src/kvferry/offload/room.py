@@ -41,10 +41,13 @@ class SlotPool:
     def take(self, count: int, needed_until_s: float) -> tuple[bytes, float] | None:
         """Up to `count` slots, packed and concatenated, all ours until `needed_until_s` at least,
         and the time until which the first to end is ours; None if there is none."""
-        self.discard_before(needed_until_s)
-        taken = [self._slots.popleft() for _ in range(min(count, len(self._slots)))]
-        if not taken:
+        if self._slots and self._slots[0][1] < needed_until_s:
+            self.discard_before(needed_until_s)
+        if not self._slots:
             return None
+        if count == 1:
+            return self._slots.popleft()
+        taken = [self._slots.popleft() for _ in range(min(count, len(self._slots)))]
         return b"".join(packed for packed, _ in taken), min(until for _, until in taken)
 
     def discard_before(self, needed_until_s: float) -> None:

@@ -6,10 +6,9 @@ the request owns the blocks. Not stored: what the catalog has, and what another 
 already. The caller keeps out requests of foreign origin.
 """
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
-from kvferry.keys import DIGEST_BYTES
+from kvferry.keys import DIGEST_BYTES, ROOT_PARENT
 from kvferry.metrics import Metrics
 from kvferry.offload.base import SLOT, Part, Span, Store
 from kvferry.offload.chunks import NULL_BLOCK, span_blocks
@@ -32,7 +31,7 @@ class StorePlanner:
         self._quarantine = quarantine
         self._store_s = store_s
         self._parts: tuple[Part, ...] = ()
-        self._recent: OrderedDict[bytes, float] = OrderedDict()
+        self._recent: dict[bytes, float] = {}  # oldest first
         self.pools: list[SlotPool] = []
 
     def use(self, parts: tuple[Part, ...]) -> None:
@@ -66,32 +65,55 @@ class StorePlanner:
         if not record.chains:  # the prompt is not hashed yet
             return []
         stores: list[Store] = []
-        for index, (part, chain) in enumerate(zip(self._parts, record.chains, strict=True)):
+        boundaries = []
+        for index, chain in enumerate(record.chains):
+            part = self._parts[index]
             full = end_tokens // part.chunk_tokens
             if full > chain.next_store:
-                self._extend_keys(record, part, chain, full)
-                stores += self._plan_part(record, index, full, tables[part.group_index], now_s)
-        record.next_boundary = min(
-            (chain.next_store + 1) * part.chunk_tokens
-            for part, chain in zip(self._parts, record.chains, strict=True)
-        )
+                if full * DIGEST_BYTES > len(chain.keys):
+                    self._extend_keys(record, part, chain, full)
+                table = tables[part.group_index]
+                store = full == chain.next_store + 1 and self._plan_next(chain, index, table, now_s)
+                if store:
+                    stores.append(store)
+                else:
+                    stores += self._plan_part(chain, index, full, table, now_s)
+            boundaries.append((chain.next_store + 1) * part.chunk_tokens)
+        record.next_boundary = min(boundaries)
         return stores
 
     def _extend_keys(self, record: Record, part: Part, chain: Chain, full: int) -> None:
         known = chain.known_count
-        if full > known:
-            parent = chain.parent(known)
-            chain.keys += chunk_keys(self._hasher, part, record.request, parent, known, full)
+        parent = chain.keys[-DIGEST_BYTES:] or ROOT_PARENT
+        chain.keys += chunk_keys(self._hasher, part, record.request, parent, known, full)
+
+    def _plan_next(
+        self, chain: Chain, index: int, table: Sequence[int], now_s: float
+    ) -> Store | None:
+        """What `_plan_part` does, for one chunk that nothing speaks against: nearly all chunks of
+        answers. This is the path that counts, on a thread that comes back with cold caches."""
+        part, first, keys = self._parts[index], chain.next_store, chain.keys
+        start = first * DIGEST_BYTES
+        key = keys[start : start + DIGEST_BYTES]
+        width = part.chunk_tokens // part.block_tokens
+        blocks = tuple(table[first * width : first * width + width])
+        is_plain = len(blocks) == width and NULL_BLOCK not in blocks
+        if not is_plain or key in self._recent or first in chain.present:
+            return None
+        taken = self.pools[index].take(1, now_s + self._store_s)
+        if taken is None:
+            return None
+        chain.next_store = first + 1
+        self._remember(key, now_s)
+        parent = keys[start - DIGEST_BYTES : start] or ROOT_PARENT
+        return Store(Span(index, first, parent, key, taken[0], blocks), taken[1] - now_s)
 
     def _plan_part(
-        self, record: Record, index: int, full: int, table: Sequence[int], now_s: float
+        self, chain: Chain, index: int, full: int, table: Sequence[int], now_s: float
     ) -> list[Store]:
         stores: list[Store] = []
-        chain = record.chains[index]
-        while True:
-            first, end = self._next_run(chain, full, now_s)
-            if first == end:
-                break
+        while self._skip(chain, full, now_s):
+            first, end = chain.next_store, self._end_of_run(chain, full, now_s)
             count, blocks = self._present_blocks(self._parts[index], table, first, end)
             if count == 0:  # a window has moved on
                 self._metrics.count("kvferry_store_drops_total", reason="fenced")
@@ -100,19 +122,21 @@ class StorePlanner:
             taken = self.pools[index].take(count, now_s + self._store_s)
             if taken is None:
                 break
-            stores.append(self._store(index, chain, first, blocks, *taken, now_s))
+            stores.append(self._store(index, chain, blocks, *taken, now_s))
         return stores
 
-    def _next_run(self, chain: Chain, full: int, now_s: float) -> tuple[int, int]:
-        """The next chunks to store, [first, end): empty if all up to `full` need none."""
-        first = chain.next_store
-        while first < full and self._needs_none(chain, first, now_s):
-            first += 1
-        chain.next_store = first
-        end = first
+    def _skip(self, chain: Chain, full: int, now_s: float) -> bool:
+        """Goes on to the next chunk to store. False if there is none before `full`."""
+        while chain.next_store < full and self._needs_none(chain, chain.next_store, now_s):
+            chain.next_store += 1
+        return chain.next_store < full
+
+    def _end_of_run(self, chain: Chain, full: int, now_s: float) -> int:
+        """The end of the chunks to store that begin with the next one."""
+        end = chain.next_store + 1
         while end < full and not self._needs_none(chain, end, now_s):
             end += 1
-        return first, end
+        return end
 
     def _needs_none(self, chain: Chain, chunk_index: int, now_s: float) -> bool:
         key = chain.key(chunk_index)
@@ -136,19 +160,25 @@ class StorePlanner:
         self,
         index: int,
         chain: Chain,
-        first: int,
         blocks: tuple[int, ...],
         slots: bytes,
         until_s: float,
         now_s: float,
     ) -> Store:
-        count = len(slots) // SLOT.size
-        width = self._parts[index].chunk_tokens // self._parts[index].block_tokens
-        keys = chain.keys[first * DIGEST_BYTES : (first + count) * DIGEST_BYTES]
-        for start in range(0, len(keys), DIGEST_BYTES):
-            self._recent[keys[start : start + DIGEST_BYTES]] = now_s
-        while len(self._recent) > RECENT_KEYS_MAX:
-            self._recent.popitem(last=False)
+        """Of the next chunks of a chain, as many as there are slots for."""
+        first, count = chain.next_store, len(slots) // SLOT.size
         chain.next_store = first + count
+        keys = chain.keys[first * DIGEST_BYTES : chain.next_store * DIGEST_BYTES]
+        self._remember(keys, now_s)
+        width = self._parts[index].chunk_tokens // self._parts[index].block_tokens
         span = Span(index, first, chain.parent(first), keys, slots, blocks[: count * width])
         return Store(span, until_s - now_s)
+
+    def _remember(self, keys: bytes, now_s: float) -> None:
+        recent = self._recent
+        for start in range(0, len(keys), DIGEST_BYTES):
+            key = keys[start : start + DIGEST_BYTES]
+            recent.pop(key, None)
+            recent[key] = now_s
+        while len(recent) > RECENT_KEYS_MAX:
+            del recent[next(iter(recent))]

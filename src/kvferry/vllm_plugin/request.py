@@ -80,11 +80,14 @@ class EngineRequest:
         return not self._request.skip_reading_prefix_cache
 
     def extras(self, start_token: int, end_token: int) -> bytes:
+        request = self._request
+        if start_token and not request.mm_features and request.prompt_embeds is None:
+            return b""
         extras: list[tuple[str, bytes]] = []
         if start_token == 0:
             extras += self._first_chunk()
         extras += self._media(start_token, end_token)
-        if self._request.prompt_embeds is not None:
+        if request.prompt_embeds is not None:
             extras += self._embeddings(start_token, end_token)
         return encode_extras(extras)
 
