@@ -54,21 +54,25 @@ class Driver:
         self._tables: dict[str, list[int]] = {}
         self._running: dict[str, BenchRequest] = {}
 
+    def arrive(self, request: BenchRequest) -> float:
+        """A request comes in. Returns what `on_new_request` took."""
+        return self._timed(lambda: self._planner.on_new_request(request))
+
     def admit(self, request: BenchRequest) -> float:
-        """Everything that the planner is told of a request until it is admitted, without the time
-        in between. Returns what that took."""
-        spent_s = self._timed(lambda: self._planner.on_new_request(request))
+        """Steps until the planner has an answer for the request; admits it then. Returns what it
+        costs in that step."""
+        request_id, answer = request.request_id, None
         deadline_s = self._clock.now_s() + SETTLE_S
-        answer = None
         while answer is None and self._clock.now_s() < deadline_s:
-            self._clock.sleep(0.0005)
+            self.step({})
+            self._clock.sleep(FORWARD_S)
             start_s = self._clock.now_s()
-            answer = self._planner.match(request.request_id, 0, len(request.tokens))
+            answer = self._planner.match(request_id, 0, len(request.tokens))
             taken_s = self._clock.now_s() - start_s
-        table = self._grow(request.request_id, len(request.tokens))
-        self._running[request.request_id] = request
-        allocate = self._timed(lambda: self._planner.allocated(request.request_id, [table], 0))
-        return spent_s + taken_s + allocate
+        table = self._grow(request_id, len(request.tokens))
+        self._running[request_id] = request
+        allocated_s = self._timed(lambda: self._planner.allocated(request_id, [table], 0))
+        return taken_s + allocated_s
 
     def step(self, tokens: dict[str, int]) -> float:
         """One step that schedules so many tokens of each request. Returns what `build` took."""
@@ -138,7 +142,9 @@ def run(folder: Path, request_count: int = 256, step_count: int = 1000) -> dict[
     try:
         planner.receive(Report(identities=(_identity(folder / "pages"),)))
         driver = Driver(planner, clock)
-        admissions = [driver.admit(_request(index)) for index in range(request_count)]
+        requests = [_request(index) for index in range(request_count)]
+        arrivals = [driver.arrive(request) for request in requests]
+        admissions = [driver.admit(request) for request in requests]
         driver.prefill()
         gc.collect()
         for step in range(WARM_UP_STEPS):
@@ -152,6 +158,7 @@ def run(folder: Path, request_count: int = 256, step_count: int = 1000) -> dict[
         "requests": request_count,
         "prompt_tokens": PROMPT_TOKENS,
         "steps": step_count,
+        "arrival_us": _summary(arrivals),
         "admission_us": _summary(admissions),
         "step_us": _summary([step_s for step_s, _ in quiet]),
         "control_us": _summary([control_s for _, control_s in quiet]),

@@ -101,6 +101,10 @@ class Scheduler:
         return bool(self.requests) or self._must_step
 
     @property
+    def is_loading(self) -> bool:
+        return any(request.load is not None for request in self.requests.values())
+
+    @property
     def living(self) -> list[SimRequest]:
         """Requests whose client is still there."""
         return [r for r in self.requests.values() if r.load is None or not r.load.is_aborted]

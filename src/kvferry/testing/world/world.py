@@ -133,7 +133,7 @@ class World:
         storage = self.storage
         actions = {
             "crash": lambda: self._crash(engine),
-            "reset": lambda: engine.reset(self._chance.choice(["restart", "mix", "stale"])),
+            "reset": lambda: self._reset(engine),
             "lose catalog": storage.lose_catalog,
             "save catalog": storage.save_catalog,
             "restore catalog": storage.restore_catalog,
@@ -147,6 +147,12 @@ class World:
         self.counts[name] += 1
         self.note(f"{engine.name}: {name}")
         actions[name]()
+
+    def _reset(self, engine: Engine) -> None:
+        """Of an engine that loads, if there is one: what is under way must not be taken."""
+        loading = [other for other in self.engines if other.scheduler.is_loading]
+        mode = self._chance.choice(["restart", "mix", "stale"])
+        self._chance.choice(loading or [engine]).reset(mode)
 
     def _release(self) -> None:
         for pages in self.storage.all_pages:
