@@ -15,13 +15,14 @@ FAST_INSTALLED := $(FAST)/.installed
 REQUIREMENTS := $(wildcard requirements/*.txt)
 NATIVE := pyproject.toml $(wildcard native/*)
 
-.PHONY: help demo test test-fast test-all bench lint docs clean
+.PHONY: help demo test test-fast test-all test-version bench lint docs clean
 
 help:
 	@echo "make demo       two engines share one KV cache: the whole thing in a table"
 	@echo "make test       all tests that a machine without a GPU can run"
 	@echo "make test-fast  the tests that need neither vLLM nor a compiler, in a minute"
 	@echo "make test-all   everything, the slow ones as well; keeps benchmarks/test-all.txt"
+	@echo "make test-version VLLM=0.28.0  the tests that need vLLM, on another version of it"
 	@echo "make bench      measurements; keeps them under benchmarks/"
 	@echo "make lint       style"
 	@echo "make docs       writes the generated pages again"
@@ -38,6 +39,9 @@ test-fast: $(FAST_INSTALLED)
 test-all: $(BUILT)
 	$(VENV)/bin/python tools/record.py benchmarks/test-all.txt \
 		$(VENV)/bin/python -m pytest -m "" --durations=25
+
+test-version: | $(VENV)/bin/python
+	$(VENV)/bin/python tools/with_vllm.py $(VLLM) $(ARGUMENTS)
 
 bench: $(BUILT)
 	for what in io copies catalog scheduler; do \

@@ -2,8 +2,8 @@
 
 Log-probabilities are compared as well, since a tiny model may give the same tokens from a wrong
 cache. vLLM's own differ in the last bits with the shape of what computed the cache, so a warm
-engine may differ from a plain one by twice what two plain runs of other shapes differ (1e-5; a
-wrong block moves them by 0.1); where hit and shape are the same, it may not differ at all.
+engine may differ from a plain one by twice what two plain runs of other shapes differ (1e-5 to
+3e-5; a wrong block moves them by 0.1); where hit and shape are the same, it may not differ at all.
 """
 
 from collections.abc import Iterator
@@ -16,6 +16,10 @@ from tests.e2e.trials import Run, Trial, Trials
 
 GUESSED_END = 384
 """Full chunks of a prompt of 330 tokens and an answer of 100."""
+
+VARIATION_MIN = 2e-5
+"""Two plain runs show some of the shapes only: vLLM 0.26 differs by 1.1e-5 in them and by 3.3e-5
+where prefill comes in other pieces."""
 
 each_scenario = pytest.mark.parametrize("scenario", scenarios.ALL, ids=lambda s: s.name)
 
@@ -72,7 +76,8 @@ def variation(trials: Trials, trial: Trial) -> float:
     """How far two plain runs are from each other, in this scenario or in one with vLLM's own
     hits of many lengths."""
     measured = (trial, trials.of(scenarios.LENGTHS))
-    return max(distance(pair) for one in measured for pair in plain_pairs(one))
+    found = max(distance(pair) for one in measured for pair in plain_pairs(one))
+    return max(found, VARIATION_MIN)
 
 
 def plain_pairs(trial: Trial) -> Iterator[tuple[tuple[float, ...], tuple[float, ...]]]:
