@@ -20,8 +20,9 @@ from kvferry.offload.mover import Mover
 from kvferry.offload.ranks import RankPart
 from kvferry.offload.store_jobs import StoreJobs
 
-EMPTY_STEP_WAIT_S = 0.001
-"""A step without work gives the interpreter away for this long while loads are under way."""
+EMPTY_STEP_WAIT_S = 0.0005
+"""A step that computes nothing is taken because requests wait for us: it lets the threads that
+they wait for have the interpreter for this long."""
 
 DRAIN_S = 2.0
 """How long `close` lets stores under way finish."""
@@ -81,7 +82,7 @@ class Jobs:
         if stores:
             self._add_stores(stores)
             self._mover.wake()
-        if is_empty_step and self._loads.pending_count:
+        if is_empty_step:
             self._loads.progress.wait(EMPTY_STEP_WAIT_S)
 
     def collect(self) -> Finished:
