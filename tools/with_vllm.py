@@ -2,7 +2,7 @@
 
     with_vllm.py VERSION [--torch VERSION] [PYTEST ARGUMENT ...]
 
-Without arguments for pytest: the tests with real engines and those of the adapter. Makes an
+Without arguments for pytest: tests of the adapter, and with real engines. Makes an
 environment under build/, which stays for the next time (2 GB, with a CUDA build of torch 7 GB).
 
 A CPU build of vLLM pins a CPU build of torch. Where pip finds none, `--torch` names a version whose
@@ -21,7 +21,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = ("tests/vllm_plugin", "tests/e2e")
+ENGINE_TESTS = ("slice", "plugin", "same_tokens", "fenced", "never_stuck")
+TESTS = ("tests/vllm_plugin", *(f"tests/e2e/test_{name}.py" for name in ENGINE_TESTS))
 UNNEEDED = {"torchvision", "torchaudio", "torchcodec"}
 """The CPU build of vLLM pulls in builds that its torch cannot load; text needs none."""
 
