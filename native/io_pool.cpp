@@ -21,7 +21,7 @@ Outcome outcome_of(int error_number) {
 constexpr size_t kPieceBytes = 256 << 10;
 
 // While more is queued, who waits is woken for so many results and not for each.
-constexpr size_t kResultsAtOnce = 4;
+constexpr size_t kResultsAtOnce = 8;
 
 bool is_direct(const Operation& operation) {
   return ::fcntl(operation.descriptor, F_GETFL) & O_DIRECT;
