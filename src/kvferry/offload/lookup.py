@@ -69,14 +69,14 @@ class Lookup:
     def __init__(self, catalog: Catalog, hasher: Hasher, parts: Sequence[Part], request: Request):
         self._catalog = catalog
         self._hasher = hasher
-        self._parts = parts
+        self.parts = parts
         self._request = request
         self.token_count = len(request.tokens)
         self.keys: tuple[bytes, ...] | None = None
 
     def run(self) -> tuple[PartAnswer, ...]:
-        self.keys = tuple(self._hash(part) for part in self._parts)
-        pairs = zip(self._parts, self.keys, strict=True)
+        self.keys = tuple(self._hash(part) for part in self.parts)
+        pairs = zip(self.parts, self.keys, strict=True)
         return tuple(self._ask(part, keys) for part, keys in pairs)
 
     def _hash(self, part: Part) -> bytes:

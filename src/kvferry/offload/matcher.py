@@ -4,6 +4,7 @@ A lookup is asked for once per request and kept until it was used or is void: af
 `stale_s` (slots that were evicted since may be reused), or when the namespace changes.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 from kvferry.catalog.base import Catalog
@@ -59,7 +60,8 @@ class Matcher:
         record.answer, record.is_declined = None, False
         record.deadline_s = self._clock.now_s() + self._config.lookup_deadline_s
         record.lookup = Lookup(self._catalog, self._hasher, self._parts, record.request)
-        record.ticket = self._runner.submit(record.lookup.run, self._config.lookup_deadline_s)
+        work = functools.partial(self._look_up, record.lookup, record.asked_count == 1)
+        record.ticket = self._runner.submit(work, self._config.lookup_deadline_s)
 
     def match(self, record: Record, computed_tokens: int, total_tokens: int) -> int | None:
         """Tokens beyond `computed_tokens` that can be loaded; None: ask again in the next step."""
@@ -108,12 +110,9 @@ class Matcher:
             if record.answer is None:
                 record.answer, record.answer_version = record.ticket.value, -1
                 record.answered_s = now_s
-                asked_s = record.deadline_s - self._config.lookup_deadline_s
-                self._metrics.observe("kvferry_lookup_seconds", now_s - asked_s)
                 self._trusted(record)
-                self.adopt_keys(record)
-                self._touch(record.answer)
-                self._count(record)
+                if record.chains:
+                    self.adopt_keys(record)
         elif record.asked_count < ASKS_MAX:
             late = state is TicketState.LATE
             self._metrics.count("kvferry_lookups_total", outcome="late" if late else "unavailable")
@@ -150,10 +149,18 @@ class Matcher:
             return False
         return True
 
-    def _touch(self, answers: tuple[PartAnswer, ...]) -> None:
-        for part, answer in zip(self._parts, answers, strict=True):
+    # The runner's thread: what does not have to be done on the scheduler's
+
+    def _look_up(self, lookup: Lookup, is_first: bool) -> tuple[PartAnswer, ...]:
+        started_s = self._clock.now_s()
+        answers = lookup.run()
+        self._metrics.observe("kvferry_lookup_seconds", self._clock.now_s() - started_s)
+        if is_first:
+            self._count(lookup.parts[0], answers[0])
+        for part, answer in zip(lookup.parts, answers, strict=True):
             if answer.hits:
                 self._runner.submit(self._toucher(part, answer), self._config.store_deadline_s)
+        return answers
 
     def _toucher(self, part: Part, answer: PartAnswer) -> Callable[[], None]:
         def touch() -> None:
@@ -163,14 +170,13 @@ class Matcher:
 
         return touch
 
-    def _count(self, record: Record) -> None:
-        if record.asked_count > 1 or not self._parts:
-            return
-        part, answer = self._parts[0], record.answer[0]
+    def _count(self, part: Part, answer: PartAnswer) -> None:
         hit_count = answer.runs.ahead[0] if answer.runs.ahead else 0
         self._metrics.count("kvferry_lookups_total", outcome="hit" if hit_count else "miss")
         self._metrics.count("kvferry_lookup_tokens_total", len(answer) * part.chunk_tokens)
         self._metrics.count("kvferry_hit_tokens_total", hit_count * part.chunk_tokens)
+
+    # The scheduler's thread again
 
     def load(self, record: Record, tables: Sequence[Sequence[int]], external_tokens: int) -> Load:
         """The load of `external_tokens` after the request's local ones; uses up the answer."""
@@ -180,6 +186,7 @@ class Matcher:
             for index, answer in enumerate(record.answer)
         ]
         record.loaded_end = end
+        self.adopt_keys(record)
         record.answer = record.ticket = None
         return Load(record.request_id, tuple(spans), start, end, self._config.load_deadline_s)
 
