@@ -45,8 +45,8 @@ test-version: | $(VENV)/bin/python
 
 bench: $(BUILT)
 	for what in io copies catalog scheduler; do \
-		$(VENV)/bin/kvferry bench $$what --json > benchmarks/bench-$$what.json.new; \
-		mv benchmarks/bench-$$what.json.new benchmarks/bench-$$what.json; \
+		$(VENV)/bin/kvferry bench $$what --json > benchmarks/bench_$$what.json.new; \
+		mv benchmarks/bench_$$what.json.new benchmarks/bench_$$what.json; \
 	done
 
 lint: $(FAST_INSTALLED)

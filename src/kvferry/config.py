@@ -127,8 +127,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             " must fit into it.",
         ),
     ] = 256 << 20
-    read_threads: Annotated[_Threads, _process(description="Threads that read pages.")] = 4
-    write_threads: Annotated[_Threads, _process(description="Threads that write pages.")] = 2
+    read_threads: Annotated[
+        _Threads | None,
+        _process(description="Threads that read pages. Default: one for each core, 4 to 16."),
+    ] = None
+    write_threads: Annotated[
+        _Threads | None,
+        _process(description="Threads that write pages. Default: one for two cores, 2 to 8."),
+    ] = None
     copy_threads: Annotated[
         _Threads, _process(description="Threads that copy between engine memory and staging.")
     ] = 1

@@ -28,6 +28,7 @@ Folder = Annotated[
 def io(
     folder: Folder = None,
     block: Annotated[str, typer.Option(help="Payload of one slice.")] = "1MiB",
+    slices: Annotated[int, typer.Option(min=1, help="Slices in an extent: what is one I/O.")] = 8,
     size: Annotated[str, typer.Option(help="Length of the file.")] = "1GiB",
     depth: Annotated[int, typer.Option(min=1, max=64, help="Blocks at a time.")] = 4,
     rounds: Annotated[int, typer.Option(min=1, help="Passes of each contender.")] = 5,
@@ -47,10 +48,11 @@ def io(
         plan = bench_io.Plan(
             Path(scratch, "bench"),
             block_bytes,
-            max(1, parse_size("--size", size) // block_bytes),
+            max(depth, parse_size("--size", size) // (block_bytes * slices)),
             depth,
             not buffered,
             rounds,
+            slices,
         )
         task = progress.add_task("passes", total=rounds * 2 * len(contenders))
         result = bench_io.measure(plan, contenders, lambda: progress.advance(task))

@@ -7,6 +7,7 @@ that does not answer is none: the engine starts without it, and opening is tried
 import functools
 import hashlib
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,13 +119,14 @@ class Backends:
 
 def _open_pages(config: Config, clock: Clock, page_bytes: int) -> PageStore:
     asked = Asked(config.capacity_bytes, config.alignment_bytes, config.segment_bytes, page_bytes)
+    core_count = len(os.sched_getaffinity(0))
     return open_pages(
         config.pages,
         clock,
         asked,
         direct_io=config.direct_io,
-        read_thread_count=config.read_threads,
-        write_thread_count=config.write_threads,
+        read_thread_count=config.read_threads or min(max(core_count, 4), 16),
+        write_thread_count=config.write_threads or min(max(core_count // 2, 2), 8),
     )
 
 
