@@ -10,6 +10,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from kvferry.clock import Clock
 from kvferry.config import Config
 from kvferry.device.staging import Staging
+from kvferry.errors import UnavailableError
 from kvferry.metrics import Metrics
 from kvferry.offload.base import Finished, LocalPart, Plan
 from kvferry.offload.build import OpenedCopiers, open_jobs
@@ -18,6 +19,9 @@ from kvferry.vllm_plugin import refusals
 from kvferry.vllm_plugin.identity import Rank, local_parts
 from kvferry.vllm_plugin.messages import encode
 from kvferry.vllm_plugin.weights import model_record
+
+READY_S = 60.0
+"""How long an engine's start waits for a GPU's staging and kernels."""
 
 
 class WorkerRole:
@@ -82,12 +86,16 @@ class WorkerRole:
 def open_gpu_copiers(
     config: Config, device: torch.device, staging: Staging, local_parts: Sequence[LocalPart]
 ) -> OpenedCopiers:
-    """Copiers of one GPU: see `build.OpenCopiers`. Raises ConfigError."""
+    """Copiers of one GPU, ready for work: vLLM captures CUDA graphs next, and while it does no
+    other thread may pin memory or load kernels. See `build.OpenCopiers`. Raises ConfigError,
+    UnavailableError."""
     from kvferry.device.gpu import Cuda, Gpu, GpuCopier  # noqa: PLC0415 - triton, on GPUs only
 
     gpu = Gpu(Cuda(device), staging.address, staging.length_bytes, config.gpu_buffer_bytes)
     copiers = [GpuCopier(gpu, local.regions, local.part.geometry) for local in local_parts]
     gpu.open([copier.warm_up for copier in copiers])
+    if not gpu.is_ready(READY_S):
+        raise UnavailableError("device.pinning", f"staging is not pinned after {READY_S:.0f} s")
     return OpenedCopiers(copiers, gpu.close)
 
 
