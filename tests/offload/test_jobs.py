@@ -279,3 +279,42 @@ def test_a_closed_runner_loses_commits_but_nothing_else(worker):
     worker.work()
     assert worker.metrics.value("kvferry_store_drops_total", reason="unavailable") == 1
     assert worker.jobs.is_idle()
+
+
+def test_a_gather_that_ends_while_others_are_submitted_is_written_too(worker):
+    """The engine's thread takes copies as well: what it adds must not get lost with its staging."""
+    for block in range(1, 9):
+        worker.fill(block, f"block {block}")
+    submit_writes = worker.pages.submit_writes
+
+    def submit_late(extents):
+        number = submit_writes(extents)
+        worker.pages.submit_writes = submit_writes
+        worker.store((5, 6, 7, 8))
+        worker.mover.take_copies()
+        return number
+
+    worker.store((1, 2, 3, 4))
+    worker.pages.submit_writes = submit_late
+    worker.work(20)
+    assert worker.staging.taken_count == 0
+    assert worker.jobs.is_idle()
+
+
+def test_a_load_whose_scatter_cannot_be_submitted_ends(worker):
+    """The mover stands aside then, and the engine must not wait for the load for ever."""
+    for block in range(1, 9):
+        worker.fill(block, f"block {block}")
+    worker.store((1, 2, 3, 4))
+    worker.work(20)
+
+    def refuse(pieces):
+        raise RuntimeError("no memory left")
+
+    worker.copier.submit_scatter = refuse
+    worker.load((11, 12, 13, 14))
+    with pytest.raises(RuntimeError):
+        worker.work(20)
+    worker.mover._stand_aside(RuntimeError("no memory left"))
+    finished = worker.jobs.collect()
+    assert finished.failed == finished.done != frozenset()

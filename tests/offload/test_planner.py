@@ -253,3 +253,19 @@ def test_a_plan_survives_its_way_to_the_worker(bench):
     decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=type(plan))
     assert decoded == plan
     assert stored(decoded) == [0, 1, 2, 3]
+
+
+def test_the_first_request_after_a_long_rest_is_stored(bench):
+    """By then the slots reserved ahead are too old: it waits for others, as the first one did."""
+    bench.step()
+    bench.background()
+    bench.step()
+    bench.clock.advance(2 * CONFIG.reservation_lease_s)
+    request = PlainRequest("a", TOKENS)
+    bench.planner.on_new_request(request)
+    assert bench.planner.match("a", 0, 32) is None
+    bench.background()
+    bench.step()
+    assert bench.planner.match("a", 0, 32) == 0
+    bench.tables["a"] = [list(range(1, 9))]
+    assert stored(bench.admit("a", 0, 32)) == [0, 1, 2, 3]

@@ -302,11 +302,13 @@ class GpuCopier:
     def finish(self, jobs: Iterable[int], timeout_s: float) -> bool:
         """Waits on the host only while staging is not pinned yet."""
         wanted = set(jobs)
-        if self._held and not self._gpu.is_ready(timeout_s):
-            return wanted.isdisjoint(job.number for job in self._held)
+        if self._held:
+            self._gpu.is_ready(timeout_s)
         self._start_held()
         engine = self._gpu.cuda.engine_queue()
         with self._gpu.lock:
+            if not wanted.isdisjoint(job.number for job in self._held):
+                return False
             for under_way in self._under_way.values():
                 last = next((job for job in reversed(under_way) if job.number in wanted), None)
                 if last is not None:
@@ -333,8 +335,8 @@ class GpuCopier:
             return
         with self._gpu.lock:
             while self._held:
+                self._start(self._held[0])
                 job = self._held.popleft()
-                self._start(job)
                 self._under_way[job.is_gather].append(job)
 
     # Under the lock

@@ -37,14 +37,14 @@ class Due:
         self._soon.discard(request_id)
         self._at.pop(request_id, None)
 
-    def take(self, scheduled_tokens: Mapping[str, int], token_count: int) -> set[str]:
-        """The requests of the next step that are due in it. `token_count`: of all together."""
+    def take(self, scheduled_tokens: Mapping[str, int]) -> set[str]:
+        """The requests of the next step that are due in it."""
         self._step += 1
         for request_id in self._later.pop(self._step, ()):
             if self._at.get(request_id) == self._step:
                 self._soon.add(request_id)
         due = self._soon & scheduled_tokens.keys() if self._soon else set()
         self._soon -= due
-        if token_count > len(scheduled_tokens):
+        if max(scheduled_tokens.values(), default=0) > 1:
             due.update(name for name, count in scheduled_tokens.items() if count > 1)
         return due

@@ -199,9 +199,14 @@ class LoadJobs:
         for piece in pieces:
             by_copier.setdefault(piece.part.copier, []).append(piece)
         for copier, mine in by_copier.items():
-            copies = [Piece(piece.blocks, piece.staging_address) for piece in mine]
+            copies, number = [Piece(piece.blocks, piece.staging_address) for piece in mine], None
             with self._lock:
-                self._scatters[copier, copier.submit_scatter(copies)] = mine
+                try:
+                    number = copier.submit_scatter(copies)
+                    self._scatters[copier, number] = mine
+                finally:
+                    for piece in mine:  # one that nobody scatters can fail with its load
+                        piece.is_scattering = number is not None
 
     def scattered(self, copier: Copier, copy: int) -> None:
         """Takes a scatter that the copier has returned. Any thread."""

@@ -111,6 +111,7 @@ class Matcher:
                 record.answer, record.answer_version = record.ticket.value, -1
                 record.answered_s = now_s
                 self._trusted(record)
+                self._touch(record.answer)
                 if record.chains:
                     self.adopt_keys(record)
         elif record.asked_count < ASKS_MAX:
@@ -149,6 +150,11 @@ class Matcher:
             return False
         return True
 
+    def _touch(self, answers: tuple[PartAnswer, ...]) -> None:
+        for part, answer in zip(self._parts, answers, strict=True):
+            if answer.hits:
+                self._runner.submit(self._toucher(part, answer), self._config.store_deadline_s)
+
     # The runner's thread: what does not have to be done on the scheduler's
 
     def _look_up(self, lookup: Lookup, is_first: bool) -> tuple[PartAnswer, ...]:
@@ -157,9 +163,6 @@ class Matcher:
         self._metrics.observe("kvferry_lookup_seconds", self._clock.now_s() - started_s)
         if is_first:
             self._count(lookup.parts[0], answers[0])
-        for part, answer in zip(lookup.parts, answers, strict=True):
-            if answer.hits:
-                self._runner.submit(self._toucher(part, answer), self._config.store_deadline_s)
         return answers
 
     def _toucher(self, part: Part, answer: PartAnswer) -> Callable[[], None]:

@@ -155,7 +155,7 @@ class Planner:
         if step.new_blocks:
             self._origins.allocated(step.new_blocks)
         stores: list[Store] = []
-        due = self._due.take(step.scheduled_tokens, token_count)
+        due = self._due.take(step.scheduled_tokens)
         for place in _places(step.request_ids, due):
             record = self._records.get(step.request_ids[place])
             if record is not None:
@@ -271,8 +271,11 @@ class Planner:
     def _begin(self, record: Record) -> None:
         self._matcher.ask(record)
         self._foresee(record, len(record.request.tokens))
+        now_s = self._clock.now_s()
+        for pool in self._stores.pools:
+            pool.discard_before(now_s + self._config.store_deadline_s)
         if not all(self._stores.pools):
-            self._refill(self._clock.now_s())
+            self._refill(now_s)
 
     def _foresee(self, record: Record, tokens: int) -> None:
         """Notes how many tokens the request may still store, as far as they are known now."""

@@ -70,6 +70,7 @@ class StoreJobs:
         self._copiers: list[Copier] = []
         self._copies: dict[tuple[Copier, int], list[StoreJob]] = {}
         self._gathered: list[StoreJob] = []
+        self._submitting: list[StoreJob] = []
         self._writes: dict[tuple[int, int], StoreJob] = {}
         self._written: list[StoreJob] = []
 
@@ -150,13 +151,14 @@ class StoreJobs:
         with self._lock:
             self._expire()
             self._start_gathers()
-            jobs = self._gathered
+            self._submitting, self._gathered = self._gathered, []
+            jobs = self._submitting
         if not jobs:
             return False
         number = self._pages.submit_writes([self._extent(job) for job in jobs])
         with self._lock:
             self._writes.update({(number, index): job for index, job in enumerate(jobs)})
-            self._gathered = []
+            self._submitting = []
         return True
 
     def written(self, result: Result) -> bool:
@@ -243,7 +245,8 @@ class StoreJobs:
 
     def _all(self) -> list[StoreJob]:
         gathering = [job for jobs in self._copies.values() for job in jobs]
-        under_way = [*gathering, *self._gathered, *self._writes.values()]
+        gathered = [*self._gathered, *self._submitting]
+        under_way = [*gathering, *gathered, *self._writes.values()]
         queued = [job for job in self._queue if job.stage is Stage.QUEUED]
         return queued + under_way + self._written
 
@@ -256,6 +259,11 @@ class StoreJobs:
         for job in self._writes.values():
             if job.stage is Stage.WRITING and job.until_s < now_s:
                 self._drop(job, "late")
+        late = [job for job in self._gathered if job.until_s < now_s]
+        for job in late:  # the slot may be another's by now
+            self._gathered.remove(job)
+            self._drop(job, "late")
+            self._release(job)
 
     def _extent(self, job: StoreJob) -> Extent:
         return job.part.extent(job.chunk, job.staging_address)
