@@ -34,7 +34,7 @@ test: $(BUILT)
 	$(VENV)/bin/python -m pytest --durations=15
 
 test-fast: $(FAST_INSTALLED)
-	PYTHONPATH=src $(FAST)/bin/python -m pytest -n auto
+	PYTHONPATH=src $(FAST)/bin/python -m pytest -n auto --dist loadfile
 
 test-all: $(BUILT)
 	$(VENV)/bin/python tools/record.py benchmarks/test-all.txt \
