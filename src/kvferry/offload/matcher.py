@@ -60,7 +60,8 @@ class Matcher:
         record.answer, record.is_declined = None, False
         record.deadline_s = self._clock.now_s() + self._config.lookup_deadline_s
         record.lookup = Lookup(self._catalog, self._hasher, self._parts, record.request)
-        work = functools.partial(self._look_up, record.lookup, record.asked_count == 1)
+        is_first = record.asked_count == 1
+        work = functools.partial(self._look_up, record.lookup, self._clock.now_s(), is_first)
         record.ticket = self._runner.submit(work, self._config.lookup_deadline_s)
 
     def match(self, record: Record, computed_tokens: int, total_tokens: int) -> int | None:
@@ -155,32 +156,6 @@ class Matcher:
             if answer.hits:
                 self._runner.submit(self._toucher(part, answer), self._config.store_deadline_s)
 
-    # The runner's thread: what does not have to be done on the scheduler's
-
-    def _look_up(self, lookup: Lookup, is_first: bool) -> tuple[PartAnswer, ...]:
-        started_s = self._clock.now_s()
-        answers = lookup.run()
-        self._metrics.observe("kvferry_lookup_seconds", self._clock.now_s() - started_s)
-        if is_first:
-            self._count(lookup.parts[0], answers[0])
-        return answers
-
-    def _toucher(self, part: Part, answer: PartAnswer) -> Callable[[], None]:
-        def touch() -> None:
-            keys = list(answer.hit_by_key)
-            for start in range(0, len(keys), PIECE_CHUNKS):
-                self._catalog.touch(part.namespace, keys[start : start + PIECE_CHUNKS])
-
-        return touch
-
-    def _count(self, part: Part, answer: PartAnswer) -> None:
-        hit_count = answer.runs.ahead[0] if answer.runs.ahead else 0
-        self._metrics.count("kvferry_lookups_total", outcome="hit" if hit_count else "miss")
-        self._metrics.count("kvferry_lookup_tokens_total", len(answer) * part.chunk_tokens)
-        self._metrics.count("kvferry_hit_tokens_total", hit_count * part.chunk_tokens)
-
-    # The scheduler's thread again
-
     def load(self, record: Record, tables: Sequence[Sequence[int]], external_tokens: int) -> Load:
         """The load of `external_tokens` after the request's local ones; uses up the answer."""
         start, end = record.local_tokens, record.local_tokens + external_tokens
@@ -211,3 +186,26 @@ class Matcher:
         blocks = span_blocks(part, tables[part.group_index], first, last)
         blocks += (0,) * ((last - first) * width - len(blocks))
         return Span(index, first, parent, keys, slots, blocks)
+
+    # The runner's thread: what does not have to be done on the scheduler's
+
+    def _look_up(self, lookup: Lookup, asked_s: float, is_first: bool) -> tuple[PartAnswer, ...]:
+        answers = lookup.run()
+        self._metrics.observe("kvferry_lookup_seconds", self._clock.now_s() - asked_s)
+        if is_first:
+            self._count(lookup.parts[0], answers[0])
+        return answers
+
+    def _toucher(self, part: Part, answer: PartAnswer) -> Callable[[], None]:
+        def touch() -> None:
+            keys = list(answer.hit_by_key)
+            for start in range(0, len(keys), PIECE_CHUNKS):
+                self._catalog.touch(part.namespace, keys[start : start + PIECE_CHUNKS])
+
+        return touch
+
+    def _count(self, part: Part, answer: PartAnswer) -> None:
+        hit_count = answer.runs.ahead[0] if answer.runs.ahead else 0
+        self._metrics.count("kvferry_lookups_total", outcome="hit" if hit_count else "miss")
+        self._metrics.count("kvferry_lookup_tokens_total", len(answer) * part.chunk_tokens)
+        self._metrics.count("kvferry_hit_tokens_total", hit_count * part.chunk_tokens)

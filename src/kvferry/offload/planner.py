@@ -337,6 +337,8 @@ class Planner:
             return []
         if not record.chains:
             self._matcher.adopt_keys(record)
+        if not record.chains:  # not hashed yet, or never: the catalog was away
+            return []
         known = min(end, len(record.request.tokens))
         if known < record.next_boundary:
             return []

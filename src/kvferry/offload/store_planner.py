@@ -8,7 +8,7 @@ already. The caller keeps out requests of foreign origin.
 
 from collections.abc import Sequence
 
-from kvferry.keys import DIGEST_BYTES, ROOT_PARENT
+from kvferry.keys import DIGEST_BYTES
 from kvferry.metrics import Metrics
 from kvferry.offload.base import SLOT, Part, Span, Store
 from kvferry.offload.chunks import NULL_BLOCK, span_blocks
@@ -70,43 +70,17 @@ class StorePlanner:
             part = self._parts[index]
             full = end_tokens // part.chunk_tokens
             if full > chain.next_store:
-                if full * DIGEST_BYTES > len(chain.keys):
-                    self._extend_keys(record, part, chain, full)
-                table = tables[part.group_index]
-                store = full == chain.next_store + 1 and self._plan_next(chain, index, table, now_s)
-                if store:
-                    stores.append(store)
-                else:
-                    stores += self._plan_part(chain, index, full, table, now_s)
+                self._extend_keys(record, part, chain, full)
+                stores += self._plan_part(chain, index, full, tables[part.group_index], now_s)
             boundaries.append((chain.next_store + 1) * part.chunk_tokens)
         record.next_boundary = min(boundaries)
         return stores
 
     def _extend_keys(self, record: Record, part: Part, chain: Chain, full: int) -> None:
         known = chain.known_count
-        parent = chain.keys[-DIGEST_BYTES:] or ROOT_PARENT
-        chain.keys += chunk_keys(self._hasher, part, record.request, parent, known, full)
-
-    def _plan_next(
-        self, chain: Chain, index: int, table: Sequence[int], now_s: float
-    ) -> Store | None:
-        """What `_plan_part` does, for one chunk that nothing speaks against: nearly all chunks of
-        answers. This is the path that counts, on a thread that comes back with cold caches."""
-        part, first, keys = self._parts[index], chain.next_store, chain.keys
-        start = first * DIGEST_BYTES
-        key = keys[start : start + DIGEST_BYTES]
-        width = part.chunk_tokens // part.block_tokens
-        blocks = tuple(table[first * width : first * width + width])
-        is_plain = len(blocks) == width and NULL_BLOCK not in blocks
-        if not is_plain or key in self._recent or first in chain.present:
-            return None
-        taken = self.pools[index].take(1, now_s + self._store_s)
-        if taken is None:
-            return None
-        chain.next_store = first + 1
-        self._remember(key, now_s)
-        parent = keys[start - DIGEST_BYTES : start] or ROOT_PARENT
-        return Store(Span(index, first, parent, key, taken[0], blocks), taken[1] - now_s)
+        if full > known:
+            parent = chain.parent(known)
+            chain.keys += chunk_keys(self._hasher, part, record.request, parent, known, full)
 
     def _plan_part(
         self, chain: Chain, index: int, full: int, table: Sequence[int], now_s: float
