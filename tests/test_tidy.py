@@ -25,8 +25,8 @@ LINE_CHARACTERS_MAX = 100
 LAYERS = {
     "errors": 0, "clock": 0, "config": 0, "metrics": 0, "metric_table": 0,
     "keys": 1, "layout": 1, "checksum": 1, "_native": 1, "_nixl": 1,
-    "pages": 2, "catalog": 2, "transfer": 2, "device": 2,
-    "offload": 3,
+    "pages": 2, "catalog": 2, "device": 2,
+    "offload": 3, "transfer": 3,
     "vllm_plugin": 4, "testing": 4,
     "cli": 5, "dashboard": 5,
 }  # fmt: skip
@@ -38,11 +38,23 @@ THIRD_PARTY = {
     "vllm": (
         "vllm_plugin/",
         "cli/demo_engine.py",
+        "cli/driven_scheduler.py",
         "cli/measured_engine.py",
+        "cli/seeded_weights.py",
     ),  # demo and benchmark are users of vLLM, each engine in its own process
-    "torch": ("vllm_plugin/", "device/gpu.py", "device/kernels.py"),
+    "torch": (
+        "vllm_plugin/",
+        "device/gpu.py",
+        "device/kernels.py",
+        "cli/measured_engine.py",
+        "cli/decode_steps.py",
+        "cli/seeded_weights.py",
+    ),
     "triton": ("device/kernels.py",),
     "nixl": ("_nixl.py",),
+    "nixl_cu12": ("_nixl.py",),
+    "nixl_cu13": ("_nixl.py",),
+    "numpy": ("_nixl.py",),
     "lmdb": ("catalog/lmdb",),
     "prometheus_client": ("metrics.py",),
     "typer": ("cli/",),

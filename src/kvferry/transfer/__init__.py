@@ -1,0 +1,1 @@
+"""KV cache straight from one engine to another: see `base` and `plan`."""

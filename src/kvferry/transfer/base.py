@@ -1,0 +1,137 @@
+"""Contract of a link: reads of a peer's memory without its help, and small messages beside them.
+
+A link is one end: what a rank is to other ranks. Its life:
+
+1. `open` takes a name that no other end ever had, also not the one before it in this place.
+2. `register` makes own memory reachable; `describe` says to a peer how to reach this end and which
+   ranges of it: nothing else can be addressed with it.
+3. `connect` takes the description of a peer, `table` prepares pieces of its memory, or of own
+   memory, so that a read only names indices.
+4. `post` begins a read. From then on the target pieces belong to the read until `poll` has
+   returned its `ReadEnded`. **A read cannot be called back.** It has no deadline, it may stall as
+   long as the peer does and then go on. Whoever must not wait longer forgets the read and keeps
+   its target out of use.
+5. `disconnect` forgets a peer. While a read from it is out that is an InternalError.
+
+What a read brings is what the memory held while it was read, piece by piece: a link does not know
+whether the peer had given that memory to somebody else. Messages may be lost, come twice, late, in
+any order, and from anybody: their sender is a hint.
+
+Threads: one thread owns a link; `open` and `register` may come from another one before. Calls may
+take tens of milliseconds, and `post` longer where the transport copies inside of it: never on an
+engine's thread.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+MESSAGE_BYTES_MAX = 1 << 20
+"""The longest message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Consecutive bytes at an absolute address."""
+
+    address: int
+    length_bytes: int
+
+    @property
+    def end(self) -> int:
+        return self.address + self.length_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Stride:
+    """`count` pieces of `piece_bytes`, `stride_bytes` from one to the next."""
+
+    address: int
+    piece_bytes: int
+    stride_bytes: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        return self.address + (self.count - 1) * self.stride_bytes + self.piece_bytes
+
+
+class Ending(Enum):
+    """How a read ended. After any of them nothing of it is written any more, as far as the
+    transport can tell: of LOST that is not proven, so its target rests for a while."""
+
+    DONE = "done"
+    LOST = "lost"  # the peer or the way to it is gone; some pieces may have been written
+    REFUSED = "refused"  # it never began
+
+
+@dataclass(frozen=True, slots=True)
+class ReadEnded:
+    """Each read that `post` began gets exactly one. `reason`: for people."""
+
+    read: int
+    ending: Ending
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """`sender`: the name of an end, as the transport says: not proven."""
+
+    sender: str
+    content: bytes
+
+
+Event = ReadEnded | Message
+Indices = array
+"""`array("i")`: indices into a table, counted over all pieces of its strides in order."""
+
+
+class Link(Protocol):
+    """See the module. Constructors only store; `open` acquires; `close` is idempotent."""
+
+    @property
+    def name(self) -> str:
+        """Of this end, from `open` on."""
+
+    def open(self) -> None:
+        """ConfigError where the transport is not there: says what to install."""
+
+    def close(self, timeout_s: float) -> bool:
+        """Waits for reads that are out. False if some still are: their targets must stay mapped
+        as long as the process lives."""
+
+    def register(self, memory: Range) -> None:
+        """Few, large ranges. They must stay mapped until `close`."""
+
+    def describe(self, readable: Sequence[Range] = ()) -> bytes:
+        """How to reach this end, and these ranges of its registered memory."""
+
+    def connect(self, description: bytes) -> str:
+        """The peer's name. Idempotent. IncompatibleError for bytes that are no description,
+        UnavailableError where the transport cannot (may pass)."""
+
+    def disconnect(self, peer: str) -> None:
+        """Forgets the peer and its tables. No error if it is not known."""
+
+    def table(self, peer: str | None, strides: Sequence[Stride]) -> int:
+        """Prepares pieces of a peer's memory (None: own) to be named by index. IncompatibleError
+        if one is not in a range that was described or registered, UnavailableError for a peer
+        that is not connected. Own tables live until `close`."""
+
+    def drop_table(self, table: int) -> None:
+        """Forgets a table of own memory that no read uses."""
+
+    def post(
+        self, peer: str, target: int, target_indices: Indices, source: int, source_indices: Indices
+    ) -> int:
+        """Begins to read source pieces into target pieces of the same sizes, pairwise; returns
+        the read's number. What is wrong with it comes as its ending."""
+
+    def notify(self, peer: str, content: bytes) -> bool:
+        """Sends a message, best effort. False if it surely was not sent."""
+
+    def poll(self) -> list[Event]:
+        """What has happened since the last call. Never waits."""
