@@ -6,6 +6,7 @@
 
 #include <pthread.h>
 #include <signal.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -24,6 +25,12 @@ inline Deadline deadline_after(double timeout_s) {
   using Duration = std::chrono::steady_clock::duration;
   const std::chrono::duration<double> wait(std::clamp(timeout_s, 0.0, 1e9));
   return std::chrono::steady_clock::now() + std::chrono::duration_cast<Duration>(wait);
+}
+
+// For threads that are busy for long: whoever wakes up meanwhile (the mover, the engine) gets a core
+// at once, also where there are as many of them as cores. Fails silently: it is a matter of speed.
+inline void be_nice(int levels) {
+  ::setpriority(PRIO_PROCESS, 0, ::getpriority(PRIO_PROCESS, 0) + levels);  // of this thread alone
 }
 
 class Crew {

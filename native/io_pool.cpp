@@ -27,6 +27,11 @@ bool is_direct(const Operation& operation) {
   return ::fcntl(operation.descriptor, F_GETFL) & O_DIRECT;
 }
 
+// A part of an extent has at least so many bytes, as far as slices allow.
+constexpr size_t kPartBytes = 1 << 20;
+
+constexpr int kNiceLevels = 5;
+
 struct Transfer {
   size_t done_bytes = 0;
   int error_number = 0;
@@ -37,10 +42,6 @@ struct Range {
   size_t start_bytes;
   size_t length_bytes;
 };
-
-Range whole(const Operation& operation) {
-  return {0, operation.slice_count * operation.slice_bytes};
-}
 
 // Repeats `call` (pread or pwrite) until the range is done, nothing more comes or it fails.
 template <class Call>
@@ -59,72 +60,67 @@ Transfer transfer(const Operation& operation, Range range, Call call) {
   return state;
 }
 
-bool read_range(const Operation& operation, Range range, Result& result) {
+Range range_of(const Operation& operation, const Part& part) {
+  return {part.first * operation.slice_bytes, part.count * operation.slice_bytes};
+}
+
+bool read_range(const Operation& operation, Range range, Part& part) {
   const Transfer state = transfer(operation, range, ::pread);
   if (state.done_bytes == range.length_bytes) return true;
-  result.error_number = state.error_number;
-  result.outcome = state.error_number ? Outcome::kIoError : Outcome::kShort;
+  part.error_number = state.error_number;
+  part.outcome = state.error_number ? Outcome::kIoError : Outcome::kShort;
   return false;
 }
 
-bool write_range(const Operation& operation, Range range, Result& result) {
+bool write_range(const Operation& operation, Range range, Part& part) {
   const Transfer state = transfer(operation, range, ::pwrite);
   if (state.done_bytes == range.length_bytes) return true;
-  result.error_number = state.error_number ? state.error_number : EIO;
-  result.outcome = outcome_of(result.error_number);
+  part.error_number = state.error_number ? state.error_number : EIO;
+  part.outcome = outcome_of(part.error_number);
   return false;
 }
 
-bool check_header(const Operation& operation, uint32_t index, Result& result) {
+bool check_header(const Operation& operation, uint32_t index, uint64_t& checksum, Part& part) {
   const SliceHeader& header = operation.header(index);
-  result.outcome = verify(header, operation.page, operation.first_slice + index);
-  if (result.outcome != Outcome::kOk) return false;
-  result.checksums.push_back(header.payload_checksum);
-  return true;
+  part.outcome = verify(header, operation.page, operation.first_slice + index);
+  checksum = header.payload_checksum;
+  return part.outcome == Outcome::kOk;
 }
 
-void stamp_header(const Operation& operation, uint32_t index, const Result& result) {
-  stamp(operation.header(index), operation.page, operation.first_slice + index,
-        result.checksums[index]);
+void stamp_header(const Operation& operation, uint32_t index, uint64_t checksum) {
+  stamp(operation.header(index), operation.page, operation.first_slice + index, checksum);
 }
 
 // Proves a slice, and reads it before if it is not there yet. The header comes first.
 bool take_slice(const Operation& operation, uint32_t index, bool is_there, bool verify_payload,
-                Result& result) {
+                uint64_t& checksum, Part& part) {
   RunningChecksum running;
   size_t proven_bytes = kHeaderBytes;
   for (size_t place = 0; place < operation.slice_bytes; place += kPieceBytes) {
     const size_t end = std::min(place + kPieceBytes, operation.slice_bytes);
     const Range piece{index * operation.slice_bytes + place, end - place};
-    if (!is_there && !read_range(operation, piece, result)) return false;
-    if (place == 0 && !check_header(operation, index, result)) return false;
+    if (!is_there && !read_range(operation, piece, part)) return false;
+    if (place == 0 && !check_header(operation, index, checksum, part)) return false;
     if (verify_payload) running.add(operation.slice(index) + proven_bytes, end - proven_bytes);
     proven_bytes = end;
   }
-  if (!verify_payload || running.value() == result.checksums.back()) return true;
-  result.outcome = Outcome::kCorrupt;
+  if (!verify_payload || running.value() == checksum) return true;
+  part.outcome = Outcome::kCorrupt;
   return false;
 }
 
 // Writes a slice whose checksum is not known yet. The header goes last.
-bool put_slice(const Operation& operation, uint32_t index, Result& result) {
+bool put_slice(const Operation& operation, uint32_t index, uint64_t& checksum, Part& part) {
   RunningChecksum running;
   const size_t start = index * operation.slice_bytes;
   for (size_t place = kHeaderBytes; place < operation.slice_bytes; place += kPieceBytes) {
     const size_t length = std::min(kPieceBytes, operation.slice_bytes - place);
     running.add(operation.slice(index) + place, length);
-    if (!write_range(operation, {start + place, length}, result)) return false;
+    if (!write_range(operation, {start + place, length}, part)) return false;
   }
-  result.checksums.push_back(running.value());
-  stamp_header(operation, index, result);
-  return write_range(operation, {start, kHeaderBytes}, result);
-}
-
-void compute_checksums(const Operation& operation, Result& result) {
-  for (uint32_t i = 0; i < operation.slice_count; ++i) {
-    const size_t payload_bytes = operation.slice_bytes - kHeaderBytes;
-    result.checksums.push_back(checksum(operation.slice(i) + kHeaderBytes, payload_bytes));
-  }
+  checksum = running.value();
+  stamp_header(operation, index, checksum);
+  return write_range(operation, {start, kHeaderBytes}, part);
 }
 
 }  // namespace
@@ -136,37 +132,55 @@ void IoPool::start(size_t read_thread_count, size_t write_thread_count) {
   crew_.start(lock, write_thread_count, [self] { self->work(self->writes_, write); });
 }
 
-uint64_t IoPool::submit_reads(std::vector<Operation> operations, bool verify_payload) {
-  std::vector<Task> tasks;
-  for (Operation& operation : operations) tasks.push_back({operation, {}, verify_payload});
-  return submit(reads_, std::move(tasks));
+std::shared_ptr<IoPool::Task> IoPool::make_task(const Operation& operation) {
+  auto task = std::make_shared<Task>();
+  task->operation = operation;
+  task->is_direct = is_direct(operation);
+  const size_t least_slices = (kPartBytes + operation.slice_bytes - 1) / operation.slice_bytes;
+  task->part_slices = task->is_direct ? operation.slice_count : least_slices;
+  task->result.checksums.resize(operation.slice_count);
+  return task;
 }
 
-uint64_t IoPool::submit_writes(std::vector<Operation> operations,
+uint64_t IoPool::submit_reads(const std::vector<Operation>& operations, bool verify_payload) {
+  std::vector<std::shared_ptr<Task>> tasks;
+  for (const Operation& operation : operations) {
+    tasks.push_back(make_task(operation));
+    tasks.back()->verify_payload = verify_payload;
+  }
+  return submit(reads_, tasks);
+}
+
+uint64_t IoPool::submit_writes(const std::vector<Operation>& operations,
                                const std::vector<uint64_t>& checksums) {
-  std::vector<Task> tasks;
+  std::vector<std::shared_ptr<Task>> tasks;
   auto next = checksums.begin();
-  for (Operation& operation : operations) {
-    tasks.push_back({operation, {}, false});
+  for (const Operation& operation : operations) {
+    tasks.push_back(make_task(operation));
+    tasks.back()->has_checksums = !checksums.empty();
     if (checksums.empty()) continue;
-    tasks.back().result.checksums.assign(next, next + operation.slice_count);
+    std::copy_n(next, operation.slice_count, tasks.back()->result.checksums.begin());
     next += operation.slice_count;
   }
-  return submit(writes_, std::move(tasks));
+  return submit(writes_, tasks);
 }
 
-uint64_t IoPool::submit(Queue& queue, std::vector<Task> tasks) {
+uint64_t IoPool::submit(Queue& queue, const std::vector<std::shared_ptr<Task>>& tasks) {
   crew_.check_process();
-  const Lock lock(mutex_);
+  Lock lock(mutex_);
   if (is_closed_) throw std::logic_error("the I/O pool is closed");
-  ++last_job_;
+  const uint64_t job = ++last_job_;
+  size_t part_count = 0;
   for (size_t i = 0; i < tasks.size(); ++i) {
-    tasks[i].result.job = last_job_;
-    tasks[i].result.index = i;
-    queue.tasks.push_back(std::move(tasks[i]));
-    queue.filled.notify_one();
+    Task& task = *tasks[i];
+    task.result.job = job;
+    task.result.index = i;
+    part_count += (task.operation.slice_count + task.part_slices - 1) / task.part_slices;
+    queue.tasks.push_back(tasks[i]);
   }
-  return last_job_;
+  lock.unlock();  // who is woken wants it
+  for (size_t i = 0; i < part_count; ++i) queue.filled.notify_one();
+  return job;
 }
 
 std::vector<Result> IoPool::wait(double timeout_s) {
@@ -188,43 +202,61 @@ bool IoPool::close(double timeout_s) {
   return is_gone;
 }
 
-void IoPool::work(Queue& queue, void (*run)(Task&)) {
+void IoPool::work(Queue& queue, void (*run)(Task&, Part&)) {
+  be_nice(kNiceLevels);
   Lock lock(mutex_);
   while (true) {
     queue.filled.wait(lock, [&] { return is_closed_ || !queue.tasks.empty(); });
     if (queue.tasks.empty()) return;
-    Task task = std::move(queue.tasks.front());
-    queue.tasks.pop_front();
+    const std::shared_ptr<Task> task = queue.tasks.front();
+    const uint32_t left_slices = task->operation.slice_count - task->begun_count;
+    Part part{task->begun_count, std::min(task->part_slices, left_slices)};
+    task->begun_count += part.count;
+    if (part.count == left_slices) queue.tasks.pop_front();
     lock.unlock();
-    run(task);
+    run(*task, part);
     lock.lock();
-    results_.push_back(std::move(task.result));
-    if (queue.tasks.empty() || results_.size() >= kResultsAtOnce) has_results_.notify_all();
+    end_part(queue, *task, part);
   }
 }
 
-void IoPool::read(Task& task) {
+// Under the lock. The first slice that fails decides the outcome.
+void IoPool::end_part(const Queue& queue, Task& task, const Part& part) {
+  if (part.outcome != Outcome::kOk && part.first < task.failed) {
+    task.failed = part.first;
+    task.result.outcome = part.outcome;
+    task.result.error_number = part.error_number;
+  }
+  task.ended_count += part.count;
+  if (task.ended_count < task.operation.slice_count) return;
+  if (task.result.outcome != Outcome::kOk) task.result.checksums.clear();
+  results_.push_back(std::move(task.result));
+  if (queue.tasks.empty() || results_.size() >= kResultsAtOnce) has_results_.notify_all();
+}
+
+void IoPool::read(Task& task, Part& part) {
   const Operation& operation = task.operation;
-  const bool is_there = is_direct(operation);
-  if (is_there && !read_range(operation, whole(operation), task.result)) return;
-  for (uint32_t i = 0; i < operation.slice_count; ++i) {
-    if (!take_slice(operation, i, is_there, task.verify_payload, task.result)) return;
+  if (task.is_direct && !read_range(operation, range_of(operation, part), part)) return;
+  for (uint32_t i = part.first; i < part.first + part.count; ++i) {
+    uint64_t& checksum = task.result.checksums[i];
+    if (!take_slice(operation, i, task.is_direct, task.verify_payload, checksum, part)) return;
   }
 }
 
-void IoPool::write(Task& task) {
+void IoPool::write(Task& task, Part& part) {
   const Operation& operation = task.operation;
-  Result& result = task.result;
-  const bool has_checksums = !result.checksums.empty();
-  if (!has_checksums && !is_direct(operation)) {
-    for (uint32_t i = 0; i < operation.slice_count; ++i) {
-      if (!put_slice(operation, i, result)) return;
+  const bool is_piecewise = !task.has_checksums && !task.is_direct;
+  for (uint32_t i = part.first; i < part.first + part.count; ++i) {
+    uint64_t& known = task.result.checksums[i];
+    if (is_piecewise) {
+      if (!put_slice(operation, i, known, part)) return;
+      continue;
     }
-    return;
+    const size_t payload_bytes = operation.slice_bytes - kHeaderBytes;
+    if (!task.has_checksums) known = checksum(operation.slice(i) + kHeaderBytes, payload_bytes);
+    stamp_header(operation, i, known);
   }
-  if (!has_checksums) compute_checksums(operation, result);
-  for (uint32_t i = 0; i < operation.slice_count; ++i) stamp_header(operation, i, result);
-  write_range(operation, whole(operation), result);
+  if (!is_piecewise) write_range(operation, range_of(operation, part), part);
 }
 
 }  // namespace kvferry

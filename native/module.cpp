@@ -187,12 +187,12 @@ class IoPoolHandle {
 
   uint64_t submit_writes(const std::vector<OperationTuple>& tuples,
                          const std::optional<std::vector<uint64_t>>& checksums) {
-    std::vector<Operation> operations = to_operations(tuples);
+    const std::vector<Operation> operations = to_operations(tuples);
     size_t slice_count = 0;
     for (const Operation& operation : operations) slice_count += operation.slice_count;
     require(!checksums || checksums->size() == slice_count,
             "checksums must have one entry for each slice of each operation");
-    return pool_->submit_writes(std::move(operations), checksums.value_or(std::vector<uint64_t>()));
+    return pool_->submit_writes(operations, checksums.value_or(std::vector<uint64_t>()));
   }
 
   std::vector<ResultTuple> poll() { return to_tuples(pool_->wait(0)); }

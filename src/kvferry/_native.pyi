@@ -77,10 +77,11 @@ class CopyPool:
 class IoPool:
     """Threads that read and write extents of files, stamp headers and verify them.
 
-    Reads and writes have threads of their own, so reads never wait behind writes. An operation is
-    (descriptor, offset_bytes, buffer_address, first_slice, slice_count, slice_bytes,
-    payload_bytes, header); offset, address and `slice_bytes` are multiples of 4,096. `header`:
-    the template of the page's headers (`pages.header.template`, 256 bytes or more; zeros follow),
+    Reads and writes have threads of their own, so reads never wait behind writes; they are five
+    levels nicer than the process. Several threads share an extent unless its I/O is direct, in
+    parts of 1 MiB or one slice, whichever is more. An operation is (descriptor, offset_bytes,
+    buffer_address, first_slice, slice_count, slice_bytes, payload_bytes, header); offset, address
+    and `slice_bytes` are multiples of 4,096. `header`: the template of the page's headers (`pages.header.template`, 256 bytes or more; zeros follow),
     in which the pool fills in slice index and checksums. Numbers of jobs start at 1.
 
     From submit on, the buffer belongs to the pool until the operation's result was returned. The
@@ -94,8 +95,8 @@ class IoPool:
         """Reads each extent and checks the headers of all slices against the template (magic,
         version, namespace, key, generation, slice index and count, payload bytes), then the
         checksums of payloads unless `verify_payload` is False. The first slice that fails decides
-        the outcome. One system call for an extent with direct I/O, else one for each 256 KiB of a
-        slice. Returns the job's number."""
+        the outcome, and then no checksums are returned. One system call for an extent with direct
+        I/O, else one for each 256 KiB of a slice. Returns the job's number."""
 
     def submit_writes(self, operations: Sequence[tuple], checksums: Sequence[int] | None) -> int:
         """Stamps a header in front of each payload and writes each extent. `checksums`: of the

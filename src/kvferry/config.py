@@ -129,7 +129,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 256 << 20
     read_threads: Annotated[
         _Threads | None,
-        _process(description="Threads that read pages. Default: one for each core, 4 to 16."),
+        _process(description="Threads that read pages. Default: three for four cores, 4 to 16."),
     ] = None
     write_threads: Annotated[
         _Threads | None,

@@ -33,7 +33,7 @@ BLOCKS = 40
 class Worker:
     """One rank over memory backends, its mover and runner stepped by hand."""
 
-    def __init__(self, staging_slots: int = 8):
+    def __init__(self, staging_slots: int = 8, reads_max: int = 8):
         self.clock = ManualClock()
         self.metrics = Metrics()
         self.medium = Medium()
@@ -60,7 +60,7 @@ class Worker:
         self.staging = Staging(staging_slots * part.extent_bytes, part.extent_bytes)
         self.staging.open()
         self.pages.register(self.staging.address, self.staging.length_bytes)
-        loads = LoadJobs(self.pages, self.staging, self.clock, self.metrics)
+        loads = LoadJobs(self.pages, self.staging, self.clock, self.metrics, reads_max)
         stores = StoreJobs(self.pages, self.staging, self.clock, self.metrics)
         self.runner = Runner(self.clock, self.metrics)
         self.mover = Mover(
@@ -200,6 +200,23 @@ def test_loads_go_on_with_little_staging():
     worker.work(20)
     worker.load(tuple(range(11, 19)))
     worker.work(20)
+    assert worker.jobs.collect().failed == frozenset()
+    assert all(worker.holds(10 + i, f"b{i}") for i in range(1, 9))
+
+
+def test_few_reads_are_out_at_a_time():
+    """However much staging there is: bytes that wait in it for long leave the processor's cache."""
+    worker = Worker(staging_slots=8, reads_max=2)
+    for block in range(1, 9):
+        worker.fill(block, f"b{block}")
+    worker.store(tuple(range(1, 9)))
+    worker.work(20)
+    batches = []
+    submit_reads = worker.pages.submit_reads
+    worker.pages.submit_reads = lambda extents: batches.append(len(extents)) or submit_reads(extents)
+    worker.load(tuple(range(11, 19)))
+    worker.work(20)
+    assert batches == [2, 2]
     assert worker.jobs.collect().failed == frozenset()
     assert all(worker.holds(10 + i, f"b{i}") for i in range(1, 9))
 

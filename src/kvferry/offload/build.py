@@ -47,6 +47,8 @@ REOPEN_S = 5.0
 TEND_S = 1.0
 GAUGES_S = 10.0
 CLOSE_S = 2.0
+READS_IN_LINE = 4
+"""Reads that are out beyond one for each thread, so that none waits for the mover."""
 
 OpenCopiers = Callable[[Staging, Sequence[LocalPart]], "OpenedCopiers"]
 """Opens a copier for each part, over staging that is open and outlives them."""
@@ -119,15 +121,22 @@ class Backends:
 
 def _open_pages(config: Config, clock: Clock, page_bytes: int) -> PageStore:
     asked = Asked(config.capacity_bytes, config.alignment_bytes, config.segment_bytes, page_bytes)
-    core_count = len(os.sched_getaffinity(0))
     return open_pages(
         config.pages,
         clock,
         asked,
         direct_io=config.direct_io,
-        read_thread_count=config.read_threads or min(max(core_count, 4), 16),
-        write_thread_count=config.write_threads or min(max(core_count // 2, 2), 8),
+        read_thread_count=_read_thread_count(config),
+        write_thread_count=config.write_threads or min(max(_core_count() // 2, 2), 8),
     )
+
+
+def _read_thread_count(config: Config) -> int:
+    return config.read_threads or min(max(_core_count() * 3 // 4, 4), 16)
+
+
+def _core_count() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 class _Tenure:
@@ -209,7 +218,8 @@ def open_jobs(
         for local, copier in zip(local_parts, copiers.by_part, strict=True)
     ]
     backends.pages.register(staging.address, staging.length_bytes)
-    loads = LoadJobs(backends.pages, staging, clock, metrics)
+    reads_max = _read_thread_count(config) + READS_IN_LINE
+    loads = LoadJobs(backends.pages, staging, clock, metrics, reads_max)
     stores = StoreJobs(backends.pages, staging, clock, metrics)
     mover = Mover(
         config, clock, metrics, backends.catalog, backends.pages, backends.runner, loads, stores

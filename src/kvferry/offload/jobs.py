@@ -24,6 +24,9 @@ EMPTY_STEP_WAIT_S = 0.0005
 """A step that computes nothing is taken because requests wait for us: it lets the threads that
 they wait for have the interpreter for this long."""
 
+LOADING_WAIT_S = 0.005
+"""The same while a load is under way: the wait ends with the load."""
+
 DRAIN_S = 2.0
 """How long `close` lets stores under way finish."""
 
@@ -83,7 +86,8 @@ class Jobs:
             self._add_stores(stores)
             self._mover.wake()
         if is_empty_step:
-            self._loads.progress.wait(EMPTY_STEP_WAIT_S)
+            is_loading = self._loads.pending_count > 0
+            self._loads.progress.wait(LOADING_WAIT_S if is_loading else EMPTY_STEP_WAIT_S)
 
     def collect(self) -> Finished:
         """Loads that ended since the last call."""

@@ -91,13 +91,17 @@ class BadPage:
 
 
 class LoadJobs:
-    """See the module. `progress` is set whenever a load ends."""
+    """See the module. `progress` is set whenever a load ends. `reads_max`: so many reads are out
+    at most, however much staging there is: what is young is still in the processor's cache."""
 
-    def __init__(self, pages: PageStore, staging: Staging, clock: Clock, metrics: Metrics):
+    def __init__(
+        self, pages: PageStore, staging: Staging, clock: Clock, metrics: Metrics, reads_max: int
+    ):
         self._pages = pages
         self._staging = staging
         self._clock = clock
         self._metrics = metrics
+        self._reads_max = reads_max
         self._lock = threading.Lock()
         self._active: dict[str, LoadJob] = {}
         self._queue: deque[Piecework] = deque()
@@ -215,14 +219,18 @@ class LoadJobs:
                 self._scattered(piece)
 
     @property
+    def is_reading(self) -> bool:
+        return bool(self._reads)
+
+    @property
     def is_scattering(self) -> bool:
         return bool(self._scatters)
 
     # Under the lock
 
     def _next_batch(self) -> list[Piecework]:
-        batch = []
-        while self._queue:
+        batch: list[Piecework] = []
+        while self._queue and len(self._reads) + len(batch) < self._reads_max:
             piece = self._queue[0]
             if piece.is_closed or self._is_useless(piece):
                 self._queue.popleft()

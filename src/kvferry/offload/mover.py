@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 BUSY_WAIT_S = 0.001
 """While copies are out: they have no handle to wait on that the page store knows."""
+BATCH_WAIT_S = 0.0005
+"""While reads are out: scatters of several pages at once cost little more than those of one."""
 IDLE_WAIT_S = 0.05
 
 
@@ -105,7 +107,7 @@ class Mover:
         while not self._must_stop:
             self._wake.clear()
             try:
-                moved = self.step()
+                moved = self.step(BATCH_WAIT_S if self._loads.is_reading else 0.0)
                 if not moved and not self._wait():
                     self._wake.wait(IDLE_WAIT_S)
             # The job runner's edge: whatever a backend does, the engine serves on.

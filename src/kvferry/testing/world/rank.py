@@ -24,6 +24,7 @@ from kvferry.testing.world.scheduler import Item
 from kvferry.testing.world.shape import BLOCK_TOKENS, CONTENT_BYTES, Setup
 from kvferry.testing.world.storage import Storage
 
+READS_MAX = 8
 PLANS = msgspec.msgpack.Decoder(Plan)
 
 
@@ -87,7 +88,7 @@ class Rank:
         config, clock, metrics = self._setup.config, self._clock, self.metrics
         self.staging.open()
         self.pages.register(self.staging.address, self.staging.length_bytes)
-        loads = LoadJobs(self.pages, self.staging, clock, metrics)
+        loads = LoadJobs(self.pages, self.staging, clock, metrics, READS_MAX)
         stores = StoreJobs(self.pages, self.staging, clock, metrics)
         self.mover = Mover(
             config, clock, metrics, self.catalog, self.pages, self.runner, loads, stores
