@@ -1,20 +1,26 @@
 """What kvferry costs on the scheduler's thread, where every microsecond delays all requests.
 
-The real planner with the embedded catalog and its runner thread, driven as vLLM's scheduler drives
-it, without a model: admissions, steps in which every request decodes one token, and the same steps
-while lookups of thousands of keys run back to back. The translation from vLLM's own objects is not
-in it.
+Admissions, steps in which every request decodes one token, and the same steps while lookups of
+thousands of keys run back to back, without a model. Where vLLM is installed, its own scheduler
+drives our connector (`driven_scheduler`). Elsewhere the planner alone is driven, with the embedded
+catalog and its runner thread: the translation from vLLM's objects is not in it, and each step
+begins with cold caches, since nobody else works on the thread.
 """
 
 import gc
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import fmean, median, quantiles
 from typing import Any
 
 from kvferry.clock import Clock, SystemClock
-from kvferry.config import decode
+from kvferry.config import child_environment, decode
+from kvferry.errors import UnavailableError
 from kvferry.metrics import Metrics
 from kvferry.offload.base import Identity, Part, Report, Step
 from kvferry.offload.build import open_planner
@@ -127,22 +133,46 @@ class Driver:
 
 
 def run(folder: Path, request_count: int = 256, step_count: int = 1000) -> dict[str, Any]:
-    """Measures in `folder`, which is empty and stays the caller's. Times in microseconds."""
-    clock = SystemClock()
-    config = decode(
-        {
-            "pages": f"posix://{folder}/pages",
-            "catalog": f"lmdb://{folder}/catalog",
-            "capacity_bytes": "1GiB",
-            "segment_bytes": "16MiB",
-            "reserve_ahead_count": 1024,
-        }
+    """Measures in `folder`, which is empty and stays the caller's. Times in microseconds. Raises
+    UnavailableError if the process with vLLM's scheduler ends early."""
+    has_vllm = find_spec("vllm") is not None
+    return {
+        "driven_by": "vLLM's scheduler" if has_vllm else "the benchmark: vLLM is not installed",
+        "forward_ms": FORWARD_S * 1e3,
+        "requests": request_count,
+        "prompt_tokens": PROMPT_TOKENS,
+        "chunk_tokens": CHUNK_TOKENS,
+        "steps": step_count,
+        **(drive_vllm if has_vllm else drive_planner)(folder, request_count, step_count),
+    }
+
+
+def drive_vllm(folder: Path, request_count: int, step_count: int) -> dict[str, Any]:
+    """The connector below vLLM's scheduler, in a process of its own. See `run`."""
+    job = {"folder": str(folder), "requests": request_count, "steps": step_count}
+    child = subprocess.run(
+        [sys.executable, "-m", "kvferry.cli.driven_scheduler"],
+        input=json.dumps(job),
+        capture_output=True,
+        text=True,
+        check=False,
+        env=child_environment(
+            VLLM_LOGGING_LEVEL="WARNING", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1"
+        ),
     )
-    planner = open_planner(config, clock, Metrics(), rank_count=1)
+    if child.returncode:
+        raise UnavailableError("bench.scheduler", f"its process ends:\n{child.stderr[-2000:]}")
+    return json.loads(child.stdout.splitlines()[-1])
+
+
+def drive_planner(folder: Path, request_count: int, step_count: int) -> dict[str, Any]:
+    """The planner alone. See `run`."""
+    clock = SystemClock()
+    planner = open_planner(decode(options(folder)), clock, Metrics(), rank_count=1)
     try:
-        planner.receive(Report(identities=(_identity(folder / "pages"),)))
+        planner.receive(Report(identities=(identity(folder / "pages"),)))
         driver = Driver(planner, clock)
-        requests = [_request(index) for index in range(request_count)]
+        requests = [BenchRequest(f"request {i}", prompt(i)) for i in range(request_count)]
         arrivals = [driver.arrive(request) for request in requests]
         admissions = [driver.admit(request) for request in requests]
         driver.prefill()
@@ -154,17 +184,13 @@ def run(folder: Path, request_count: int = 256, step_count: int = 1000) -> dict[
     finally:
         planner.close()
     return {
-        "forward_ms": FORWARD_S * 1e3,
-        "requests": request_count,
-        "prompt_tokens": PROMPT_TOKENS,
-        "steps": step_count,
-        "arrival_us": _summary(arrivals),
-        "admission_us": _summary(admissions),
-        "step_us": _summary([step_s for step_s, _ in quiet]),
-        "control_us": _summary([control_s for _, control_s in quiet]),
+        "step_us": summary([step_s for step_s, _ in quiet]),
+        "control_us": summary([control_s for _, control_s in quiet]),
+        "admission_us": summary(admissions),
+        "arrival_us": summary(arrivals),
         "lookup_keys": LOOKUP_KEYS,
-        "step_during_lookups_us": _summary([step_s for step_s, _ in busy]),
-        "control_during_lookups_us": _summary([control_s for _, control_s in busy]),
+        "step_during_lookups_us": summary([step_s for step_s, _ in busy]),
+        "control_during_lookups_us": summary([control_s for _, control_s in busy]),
     }
 
 
@@ -191,7 +217,19 @@ def _spin() -> None:
         pass
 
 
-def _identity(root: Path) -> Identity:
+def options(folder: Path) -> dict[str, Any]:
+    """Of a connector whose store and catalog lie below `folder`."""
+    return {
+        "pages": f"posix://{folder}/pages",
+        "catalog": f"lmdb://{folder}/catalog",
+        "capacity_bytes": "1GiB",
+        "segment_bytes": "16MiB",
+        "reserve_ahead_count": 1024,
+    }
+
+
+def identity(root: Path) -> Identity:
+    """Of the only rank of an engine whose store is at `root`."""
     superblock = read_superblock(root)
     part = Part(
         stage=0,
@@ -207,17 +245,18 @@ def _identity(root: Path) -> Identity:
     return Identity(0, 1, 0, bytes.fromhex(superblock.store_id), (part,))
 
 
-def _request(index: int) -> BenchRequest:
-    """Lengths differ, so that chunks fill up at all steps alike."""
+def prompt(index: int) -> list[int]:
+    """One of its own for each index. Lengths differ, so that chunks fill up at all steps alike."""
     first = 2 * index * PROMPT_TOKENS
-    end = first + PROMPT_TOKENS + index % CHUNK_TOKENS
-    return BenchRequest(f"request {index}", list(range(first, end)))
+    return list(range(first, first + PROMPT_TOKENS + index % CHUNK_TOKENS))
 
 
-def _summary(seconds: Sequence[float]) -> dict[str, float]:
+def summary(seconds: Sequence[float]) -> dict[str, float]:
+    """In microseconds."""
     cuts = quantiles(seconds, n=100)
     return {
         "median": round(median(seconds) * 1e6, 1),
+        "mean": round(fmean(seconds) * 1e6, 1),
         "p99": round(cuts[98] * 1e6, 1),
         "max": round(max(seconds) * 1e6, 1),
     }
