@@ -20,8 +20,8 @@ Outcome outcome_of(int error_number) {
 // just copied, or brings there what is about to be. Direct I/O takes the extent at once.
 constexpr size_t kPieceBytes = 256 << 10;
 
-// While more is queued, who waits is woken for so many results and not for each.
-constexpr size_t kResultsAtOnce = 8;
+// While more is out, who waits is woken for so many results and not for each.
+constexpr size_t kResultsAtOnce = 6;
 
 bool is_direct(const Operation& operation) {
   return ::fcntl(operation.descriptor, F_GETFL) & O_DIRECT;
@@ -171,6 +171,7 @@ uint64_t IoPool::submit(Queue& queue, const std::vector<std::shared_ptr<Task>>& 
   if (is_closed_) throw std::logic_error("the I/O pool is closed");
   const uint64_t job = ++last_job_;
   size_t part_count = 0;
+  out_count_ += tasks.size();
   for (size_t i = 0; i < tasks.size(); ++i) {
     Task& task = *tasks[i];
     task.result.job = job;
@@ -216,12 +217,12 @@ void IoPool::work(Queue& queue, void (*run)(Task&, Part&)) {
     lock.unlock();
     run(*task, part);
     lock.lock();
-    end_part(queue, *task, part);
+    end_part(*task, part);
   }
 }
 
 // Under the lock. The first slice that fails decides the outcome.
-void IoPool::end_part(const Queue& queue, Task& task, const Part& part) {
+void IoPool::end_part(Task& task, const Part& part) {
   if (part.outcome != Outcome::kOk && part.first < task.failed) {
     task.failed = part.first;
     task.result.outcome = part.outcome;
@@ -231,7 +232,8 @@ void IoPool::end_part(const Queue& queue, Task& task, const Part& part) {
   if (task.ended_count < task.operation.slice_count) return;
   if (task.result.outcome != Outcome::kOk) task.result.checksums.clear();
   results_.push_back(std::move(task.result));
-  if (queue.tasks.empty() || results_.size() >= kResultsAtOnce) has_results_.notify_all();
+  --out_count_;
+  if (out_count_ == 0 || results_.size() >= kResultsAtOnce) has_results_.notify_all();
 }
 
 void IoPool::read(Task& task, Part& part) {

@@ -85,7 +85,7 @@ class IoPool : public std::enable_shared_from_this<IoPool> {
 
   uint64_t submit(Queue& queue, const std::vector<std::shared_ptr<Task>>& tasks);
   void work(Queue& queue, void (*run)(Task&, Part&));
-  void end_part(const Queue& queue, Task& task, const Part& part);
+  void end_part(Task& task, const Part& part);
 
   std::mutex mutex_;
   Queue reads_;
@@ -93,6 +93,7 @@ class IoPool : public std::enable_shared_from_this<IoPool> {
   std::vector<Result> results_;
   std::condition_variable has_results_;
   uint64_t last_job_ = 0;
+  size_t out_count_ = 0;  // tasks that have not ended
   bool is_closed_ = false;
   Crew crew_;
 

@@ -22,6 +22,8 @@ using namespace kvferry;
 namespace {
 
 using NoGil = nb::gil_scoped_release;
+// Hashing so little takes less time than it may take to have the interpreter back.
+constexpr size_t kShortBytes = 4096;
 using LayerTuple = std::tuple<uint64_t, size_t, size_t, size_t, size_t, size_t, size_t>;
 using PieceTuple = std::tuple<std::vector<int64_t>, uint64_t>;
 using OperationTuple =
@@ -64,7 +66,8 @@ nb::bytes chain_keys_of(const nb::bytes& name_space, const nb::bytes& parent,
   const std::string_view token_view = view(tokens);
   std::string keys;
   {
-    const NoGil released;
+    std::optional<NoGil> released;
+    if (tokens.size() > kShortBytes) released.emplace();
     keys = chain_keys(name_space_view, parent_view, token_view, chunk_tokens, extra_views);
   }
   return nb::bytes(keys.data(), keys.size());

@@ -22,7 +22,8 @@ def chain_keys(
     namespace: bytes, parent: bytes, tokens: bytes, chunk_tokens: int, extras: Sequence[bytes]
 ) -> bytes:
     """Keys of the full chunks in `tokens` (uint32 little-endian), 32 bytes each, concatenated.
-    `extras`: encoded extra keys, one per full chunk (b"" for none). See `keys.chunk_key`."""
+    `extras`: encoded extra keys, one per full chunk (b"" for none). See `keys.chunk_key`. Keeps
+    the GIL for up to 4 KiB of tokens."""
 
 class BlockMap:
     """Where the blocks of one cache group lie on this rank, and how a slice is laid out.
@@ -109,8 +110,8 @@ class IoPool:
         once. The code is the place in `pages.base.Outcome`. Never waits."""
 
     def wait(self, timeout_s: float) -> list[tuple[int, int, int, int, tuple[int, ...]]]:
-        """As poll, but waits up to `timeout_s` for results: a few while more is queued, so that
-        not each of them wakes the caller."""
+        """As poll, but waits up to `timeout_s` for results: for a few while more is out, so that not
+        each of them wakes the caller."""
 
     def close(self, timeout_s: float) -> bool:
         """Waits for all that was submitted; `poll` and `wait` still return it. False if time ran

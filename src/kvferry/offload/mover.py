@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 BUSY_WAIT_S = 0.001
 """While copies are out: they have no handle to wait on that the page store knows."""
-BATCH_WAIT_S = 0.0005
+BATCH_WAIT_S = 0.001
 """While reads are out: scatters of several pages at once cost little more than those of one."""
 IDLE_WAIT_S = 0.05
 
