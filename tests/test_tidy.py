@@ -71,8 +71,14 @@ CHANCE_CALLS = {"urandom", "getrandom"}
 NOW_CALLS = {"now", "utcnow", "today"}
 ENVIRONMENT = {"environ", "environb", "getenv", "putenv", "unsetenv"}
 
-# Where everything may be caught: the facade and the two job runners (rule 9).
-EDGES = ("vllm_plugin/facade.py", "catalog/runner.py", "offload/mover.py")
+# Where everything may be caught: the facade, job runners and a server (rule 9).
+EDGES = (
+    "vllm_plugin/facade.py",
+    "catalog/runner.py",
+    "offload/mover.py",
+    "transfer/handshake.py",
+    "transfer/mover.py",
+)
 
 
 @dataclass(frozen=True)
