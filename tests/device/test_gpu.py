@@ -135,3 +135,29 @@ def test_no_job_starts_before_staging_is_pinned():
     assert copier.finish([job], 0.0)
     complete(copier, [job])
     assert rig.payloads(0) == rig.padded_payloads(["a", "b", "c"])
+
+
+@pytest.mark.skipif(HAS_GPU, reason="kernels are not interpreted")
+def test_a_job_that_fails_half_way_writes_nothing_after_it_has_failed():
+    """Its blocks go to other requests then."""
+    rig = Rig(NESTINGS["opaque blocks"], range(1), extent_count=4)
+    device = LateDevice()
+    copier = copier_over(rig, device)
+    assert copier._gpu.is_ready(TIMEOUT_S)
+    for index in range(4):
+        rig.write_extent(index, ["old"])
+    batches = iter([device.block_ids([1, 2])])
+    device.block_ids = lambda blocks: next(batches)
+    pieces = [Piece((index + 1,), rig.addresses[index]) for index in range(4)]
+    with pytest.raises(RuntimeError):
+        copier.submit_scatter(pieces)
+    rig.write_blocks([1, 2], ["new", "new"])
+    while device.step():
+        pass
+    assert rig.read_block(1) == rig.read_block(2) == expected_block(rig, "new")
+    copier.close()
+
+
+def expected_block(rig: Rig, name: str) -> list[bytes]:
+    rig.write_blocks([3], [name])
+    return rig.read_block(3)

@@ -199,7 +199,7 @@ class Gpu:
     def close(self) -> None:
         """After the copiers. Idempotent."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(CLOSE_S)
             self._thread = None
         if self._is_pinned:
             self.cuda.unpin(self._staging_address)
@@ -335,8 +335,8 @@ class GpuCopier:
             return
         with self._gpu.lock:
             while self._held:
-                self._start(self._held[0])
                 job = self._held.popleft()
+                self._start(job)
                 self._under_way[job.is_gather].append(job)
 
     # Under the lock
@@ -346,12 +346,19 @@ class GpuCopier:
         engine_mark = self._engine_marks.get(job.is_gather)
         if engine_mark is not None:
             lane.kernels.wait(engine_mark)
-        for batch in self._batches(job.pieces):
-            job.batches.append(batch)
-            if job.is_gather:
-                self._gather(job, lane, batch)
-            else:
-                self._scatter(job, lane, batch)
+        is_complete = False
+        try:
+            for batch in self._batches(job.pieces):
+                job.batches.append(batch)
+                if job.is_gather:
+                    self._gather(job, lane, batch)
+                else:
+                    self._scatter(job, lane, batch)
+            is_complete = True
+        finally:
+            if not is_complete:  # the caller will give the blocks to others
+                self._gpu.cuda.wait_for(lane.kernels.mark())
+                self._gpu.cuda.wait_for(lane.copies.mark())
 
     def _gather(self, job: _Job, lane: _Lane, batch: _Batch) -> None:
         chunk = lane.next_chunk(lane.kernels)
