@@ -4,6 +4,7 @@ import os
 import platform
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,15 +19,10 @@ from kvferry.config import cache_folder, parse_size
 
 app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 
-Folder = Annotated[
-    Path | None,
-    typer.Argument(help="Where to write; on the disk to be measured. Default: a temporary folder."),
-]
-
 
 @app.command()
 def io(
-    folder: Folder = None,
+    folder: options.Scratch = None,
     block: Annotated[str, typer.Option(help="Payload of one slice.")] = "1MiB",
     slices: Annotated[int, typer.Option(min=1, help="Slices in an extent: what is one I/O.")] = 8,
     size: Annotated[str, typer.Option(help="Length of the file.")] = "1GiB",
@@ -87,7 +83,7 @@ def device(
 
 @app.command()
 def catalog(
-    folder: Folder = None,
+    folder: options.Scratch = None,
     pages: Annotated[int, typer.Option(min=1, help="Pages in the catalog.")] = 200_000,
     rounds: Annotated[int, typer.Option(min=2, help="Calls of each kind.")] = 50,
     as_json: options.AsJson = False,
@@ -102,7 +98,7 @@ def catalog(
 
 @app.command()
 def scheduler(
-    folder: Folder = None,
+    folder: options.Scratch = None,
     requests: Annotated[int, typer.Option(min=1, help="Requests that decode.")] = 256,
     steps: Annotated[int, typer.Option(min=100, help="Steps to measure.")] = 1000,
     as_json: options.AsJson = False,
@@ -117,7 +113,7 @@ def scheduler(
 
 @app.command()
 def engine(
-    folder: Folder = None,
+    folder: options.Scratch = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of all engines.")] = 7,
     as_json: options.AsJson = False,
 ) -> None:
@@ -133,6 +129,73 @@ def engine(
         result = bench.run(rounds, lambda: progress.advance(task))
     load = [round(minutes, 2) for minutes in os.getloadavg()]
     show({**machine(clock), "load_average": load, **result}, as_json=as_json)
+
+
+@app.command()
+def ttft(
+    folder: options.Scratch = None,
+    shape: options.Shape = "8b",
+    lengths: options.Lengths = "1000,5000,20000",
+    prompts: options.Prompts = 3,
+    mode: options.Mode = "eager",
+    dummy: Annotated[bool, typer.Option("--dummy", help="vLLM's dummy weights.")] = False,
+    settings: options.Settings = "{}",
+    ferry: options.Ferry = "{}",
+    against: Annotated[
+        str, typer.Option(help="Peers that vLLM brings: offloading, hf3fs, or a longer name.")
+    ] = "",
+    plot: Annotated[Path | None, typer.Option(help="Where to draw it, as SVG.")] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Time to first token of a real engine: cold, its own prefix hit, loaded from the store in a
+    fresh process. Needs vLLM, and no model. Exit code 1 if something was not loaded, or if an
+    answer is not the one of the engine's own hit."""
+    from kvferry.cli import bench_peers, bench_ttft, ttft_plot  # noqa: PLC0415 - as its siblings
+    from kvferry.cli.engine_runs import parse_plan  # noqa: PLC0415 - as well
+
+    clock = SystemClock()
+    with TemporaryDirectory(dir=folder) as scratch:
+        plan = parse_plan(scratch, shape, lengths, prompts, mode, settings, ferry)
+        plan = replace(plan, is_seeded=not dummy)
+        peers = bench_peers.chosen(against)
+        ttft_bench = bench_ttft.Bench(plan, clock)
+        result = ttft_bench.run()
+        result["peers"] = bench_peers.Contest(ttft_bench, clock).run(peers)
+    if plot:
+        plot.write_text(ttft_plot.svg(*bench_ttft.curves(result)))
+    show({**machine(clock), **result}, as_json=as_json)
+    raise typer.Exit(output.WRONG if result["wrong"] else output.OK)
+
+
+@app.command()
+def interference(
+    folder: options.Scratch = None,
+    shape: options.Shape = "8b",
+    lengths: options.Lengths = "10000,5000",
+    mode: options.Mode = "graphs",
+    parts: Annotated[str, typer.Option(help="Of prefill, decode, profile, slow.")] = "all",
+    rounds: Annotated[int, typer.Option(min=1, help="Of each measurement.")] = 4,
+    arrivals: Annotated[int, typer.Option(min=1, help="Prompts that come while others run.")] = 2,
+    steps: Annotated[int, typer.Option(min=8, help="Of a phase without arrivals.")] = 100,
+    settings: options.Settings = "{}",
+    ferry: options.Ferry = "{}",
+    as_json: options.AsJson = False,
+) -> None:
+    """What loads and stores cost a real engine: prefill, 32 requests that decode, blocking calls,
+    and a store slower than computing. Two lengths: the second for the slow store. Needs vLLM, and
+    no model; two engines share the device. Exit code 1 if what was to be measured did not happen,
+    or if kvferry blocked the engine's thread."""
+    from kvferry.cli import bench_interference  # noqa: PLC0415 - as its siblings
+    from kvferry.cli.engine_runs import parse_plan  # noqa: PLC0415 - as well
+
+    clock = SystemClock()
+    load = bench_interference.Load(rounds, arrivals, steps)
+    wanted = bench_interference.chosen(parts)
+    with TemporaryDirectory(dir=folder) as scratch:
+        plan = parse_plan(scratch, shape, lengths, 1, mode, settings, ferry)
+        result = bench_interference.Bench(plan, load, clock).run(wanted)
+    show({**machine(clock), **result}, as_json=as_json)
+    raise typer.Exit(output.WRONG if result["wrong"] else output.OK)
 
 
 def machine(clock: Clock) -> dict[str, Any]:

@@ -6,71 +6,23 @@ computes. All prompts are of random tokens, so that none is found unless it is a
 """
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from kvferry.cli.engine_process import EngineProcess
 from kvferry.clock import Clock
-from kvferry.config import child_environment
-from kvferry.errors import UnavailableError
 
 VOCABULARY = 30_000
 LONG_TOKENS = 1024
 SHORT_TOKENS = 72  # one chunk, so that there is a lookup
 PROMPTS_PER_ROUND = 4
 SLOWNESS = 10
+SETTINGS = {"dtype": "float32", "block_size": 32, "max_model_len": 2048}
 SETTLE_S = 1.0
 """After each turn, so that what one engine still writes does not disturb the next one."""
-
-
-class Child:
-    """An engine's process. Owned by one thread."""
-
-    def __init__(self, model: Path, transfer: Any, write_bytes_per_s: float | None, log: Path):
-        self._log = log
-        job = {
-            "model": str(model),
-            "kv_transfer_config": transfer,
-            "write_bytes_per_s": write_bytes_per_s,
-        }
-        with log.open("w") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvferry.cli.measured_engine"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env=child_environment(
-                    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-                    VLLM_CPU_KVCACHE_SPACE="1",
-                    VLLM_CPU_OMP_THREADS_BIND="nobind",
-                    VLLM_LOGGING_LEVEL="WARNING",
-                    VLLM_NO_USAGE_STATS="1",
-                    HF_HUB_OFFLINE="1",
-                ),
-            )
-        self._send(job)
-
-    def ask(self, prompts: Sequence[Sequence[int]]) -> list[float]:
-        """Times to first token, in seconds. Raises UnavailableError if the engine is gone."""
-        self._send(prompts)
-        line = self._process.stdout.readline()
-        if not line:
-            tail = self._log.read_text(errors="replace")[-2000:]
-            raise UnavailableError("bench.engine", f"the engine is gone; its log ends:\n{tail}")
-        return json.loads(line)
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def _send(self, message: Any) -> None:
-        self._process.stdin.write(json.dumps(message) + "\n")
-        self._process.stdin.flush()
 
 
 class Bench:
@@ -99,7 +51,7 @@ class Bench:
         return _summary(rounds, short, warm) | {"slow_write_mb_per_s": round(slow_rate / 1e6, 2)}
 
     def _rounds(
-        self, engines: dict[str, Child], round_count: int, advance: Callable[[], None]
+        self, engines: dict[str, EngineProcess], round_count: int, advance: Callable[[], None]
     ) -> dict[str, list[float]]:
         """Seconds for the prompts of each round, one after the other."""
         seconds: dict[str, list[float]] = {name: [] for name in engines}
@@ -111,19 +63,19 @@ class Bench:
         return seconds
 
     def _short(
-        self, engines: dict[str, Child], count: int, advance: Callable[[], None]
+        self, engines: dict[str, EngineProcess], count: int, advance: Callable[[], None]
     ) -> dict[str, list[float]]:
         """Times to first token of short prompts that no store has."""
         seconds: dict[str, list[float]] = {"without": [], "stores": []}
         for _ in range(count):
             prompt = self._prompt(SHORT_TOKENS)
             for name in self._order(seconds):
-                seconds[name] += engines[name].ask([prompt])
+                seconds[name] += _first_token_s(engines[name], [prompt])
             advance()
         return seconds
 
     def _warm(
-        self, stores: Child, count: int, advance: Callable[[], None]
+        self, stores: EngineProcess, count: int, advance: Callable[[], None]
     ) -> list[tuple[float, float]]:
         """Cold and warm time to first token of the same prompts."""
         pairs = []
@@ -133,8 +85,8 @@ class Bench:
             advance()
         return pairs
 
-    def _ask(self, engine: Child, prompts: Sequence[Sequence[int]]) -> list[float]:
-        seconds = engine.ask(prompts)
+    def _ask(self, engine: EngineProcess, prompts: Sequence[Sequence[int]]) -> list[float]:
+        seconds = _first_token_s(engine, prompts)
         self._clock.sleep(SETTLE_S)
         return seconds
 
@@ -147,11 +99,21 @@ class Bench:
         numbers = memoryview(self._clock.random_bytes(2 * token_count)).cast("H")
         return [number % VOCABULARY for number in numbers]
 
-    def _engine(self, stack: ExitStack, name: str, write_bytes_per_s: float | None = None) -> Child:
+    def _engine(
+        self, stack: ExitStack, name: str, write_bytes_per_s: float | None = None
+    ) -> EngineProcess:
         transfer = None if name == "plain" else self._transfer(self._folder / name)
-        log = self._folder / f"{name}.log"
-        engine = Child(self._model, transfer, write_bytes_per_s, log)
+        engine = EngineProcess(self._folder / f"{name}.log", self._clock)
         stack.callback(engine.close)
+        engine.start()
+        engine.call(
+            "open",
+            model=str(self._model),
+            mode="eager",
+            load_format="auto",
+            settings={**SETTINGS, "kv_transfer_config": transfer},
+            write_bytes_per_s=write_bytes_per_s,
+        )
         return engine
 
     def _transfer(self, folder: Path) -> dict[str, Any]:
@@ -171,6 +133,12 @@ class Bench:
         model = json.loads((self._model / "config.json").read_text())
         head_size = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
         return model["num_hidden_layers"] * model["num_key_value_heads"] * head_size * 2 * 4
+
+
+def _first_token_s(engine: EngineProcess, prompts: Sequence[Sequence[int]]) -> list[float]:
+    """Of each prompt, from its arrival; the engine's own cache does not count."""
+    answers = engine.call("ask", prompts=prompts, is_reset=True)
+    return [answer["ms"] / 1e3 for answer in answers]
 
 
 def _summary(

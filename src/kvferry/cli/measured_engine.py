@@ -1,110 +1,177 @@
-"""One engine of `kvferry bench engine`, in a process of its own: prompts in, times out.
+"""One real engine, for measurements: what a process of `engine_program` holds."""
 
-The first line of standard input says what to open: `model`, `kv_transfer_config` (or null) and
-`write_bytes_per_s` (null: as fast as the store is). Each further line is a list of prompts of
-token ids; the reply is a list of times to first token, in seconds, one prompt after the other.
-"""
-
-import json
-import os
-import sys
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
-from kvferry.clock import Clock, SystemClock
+import torch
+import vllm
+from vllm import LLM, SamplingParams
+from vllm.platforms import current_platform
+
+from kvferry.cli import seeded_weights
+from kvferry.cli.paced_pages import PacedPages
+from kvferry.clock import Clock
 from kvferry.offload import build
-from kvferry.pages.base import Extent, PageStore, Result
 
-
-class SlowPages:
-    """A page store whose writes end no sooner than a disk of `bytes_per_s` would end them. Has
-    all that `inner` has; threads as for `inner`."""
-
-    def __init__(self, inner: PageStore, clock: Clock, bytes_per_s: float):
-        self._inner = inner
-        self._clock = clock
-        self._bytes_per_s = bytes_per_s
-        self._due_s: dict[tuple[int, int], float] = {}
-        self._held: deque[tuple[float, Result]] = deque()
-        self._busy_until_s = 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def submit_writes(self, extents: Sequence[Extent]) -> int:
-        job = self._inner.submit_writes(extents)
-        for index, extent in enumerate(extents):
-            length_bytes = extent.slice_count * extent.geometry.slice_bytes
-            begun_s = max(self._busy_until_s, self._clock.now_s())
-            self._busy_until_s = begun_s + length_bytes / self._bytes_per_s
-            self._due_s[job, index] = self._busy_until_s
-        return job
-
-    def poll(self) -> list[Result]:
-        return self._release(self._inner.poll())
-
-    def wait(self, timeout_s: float) -> list[Result]:
-        return self._release(self._inner.wait(timeout_s))
-
-    def _release(self, results: Sequence[Result]) -> list[Result]:
-        now_s = self._clock.now_s()
-        held = [(self._due_s.pop((r.job, r.index), 0.0), r) for r in results]
-        self._held.extend(sorted(held, key=lambda pair: pair[0]))
-        ready = [result for due_s, result in self._held if due_s <= now_s]
-        self._held = deque(pair for pair in self._held if pair[0] > now_s)
-        return ready
+CPU_SETTINGS = {"dtype": "float32", "block_size": 32}
+GPU_SETTINGS = {"dtype": "bfloat16"}
+MODES: Mapping[str, Mapping[str, Any]] = {
+    "eager": {"enforce_eager": True},
+    "graphs": {
+        "compilation_config": {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32],
+        }
+    },
+    "compiled": {},
+}
+"""See `engine_runs.MODES`."""
+LINK_BYTES = 256 << 20
+LINK_ROUNDS = 15
+IDLE_S = 0.05
 
 
 class MeasuredEngine:
-    """A vLLM engine, asked one prompt at a time."""
+    """At most one engine, asked from one thread."""
 
-    def __init__(self, model: str, transfer: Any, clock: Clock):
-        from vllm import LLM, SamplingParams  # noqa: PLC0415 - takes many seconds
-
-        options = {"kv_transfer_config": transfer} if transfer else {}
+    def __init__(self, clock: Clock):
         self._clock = clock
         self._count = 0
-        self._sampling = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
-        self._engine = LLM(
-            model=model,
-            skip_tokenizer_init=True,
-            dtype="float32",
-            block_size=32,
-            max_model_len=2048,
-            enforce_eager=True,
-            **options,
-        )
+        self.llm: LLM | None = None
+        self.pages: list[PacedPages] = []
 
-    def ask(self, prompt: Sequence[int]) -> float:
-        """Seconds to the first token. What the engine itself has cached does not count."""
-        self._engine.reset_prefix_cache()
-        core, started_s = self._engine.llm_engine, self._clock.now_s()
-        self._count += 1
-        core.add_request(str(self._count), {"prompt_token_ids": list(prompt)}, self._sampling)
-        while core.has_unfinished_requests():
-            core.step()
+    def open(
+        self,
+        model: str,
+        mode: str,
+        load_format: str,
+        settings: Mapping[str, Any],
+        read_bytes_per_s: float | None = None,
+        write_bytes_per_s: float | None = None,
+    ) -> dict[str, Any]:
+        """Opens it, with further arguments of `LLM`, and says what it is. The two rates: of a
+        disk to pretend."""
+        seeded_weights.register()
+        self._watch_pages(read_bytes_per_s, write_bytes_per_s)
+        platform = CPU_SETTINGS if current_platform.is_cpu() else GPU_SETTINGS
+        started_s = self._clock.now_s()
+        self.llm = LLM(
+            model=model,
+            load_format=load_format,
+            skip_tokenizer_init=True,
+            disable_log_stats=False,
+            **{**platform, **MODES[mode], **settings},
+        )
+        config = self.llm.llm_engine.vllm_config
+        return {
+            "start_s": round(self._clock.now_s() - started_s, 1),
+            "vllm": vllm.__version__,
+            "torch": torch.__version__,
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+            "block_tokens": config.cache_config.block_size,
+            "element_bytes": config.model_config.dtype.itemsize,
+        }
+
+    def ask(
+        self, prompts: Sequence[Sequence[int]], answer_tokens: int = 1, is_reset: bool = False
+    ) -> list[dict[str, Any]]:
+        """One prompt after the other: the milliseconds to the end of each answer (of one token:
+        the time to first token), and the answer. `is_reset`: what the engine itself has cached
+        is forgotten before each. Answers of several tokens have log-probabilities."""
+        return [self._ask(prompt, answer_tokens, is_reset) for prompt in prompts]
+
+    def batch(self, prompts: Sequence[Sequence[int]]) -> float:
+        """All prompts at once: seconds to the last first token."""
+        started_s = self._clock.now_s()
+        for prompt in prompts:
+            self.add(prompt, sampling(1))
+        while self.llm.llm_engine.has_unfinished_requests():
+            self.llm.llm_engine.step()
         return self._clock.now_s() - started_s
 
+    def reset(self) -> bool:
+        """The engine forgets its own cache, and connectors keep theirs."""
+        return self.llm.reset_prefix_cache()
 
-def main() -> None:
-    """What vLLM prints on standard output goes to standard error."""
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    clock, job = SystemClock(), json.loads(sys.stdin.readline())
-    if job["write_bytes_per_s"]:
+    def rest(self, duration_s: float) -> None:
+        """A step now and then: some connectors need them to get on."""
+        give_up_s = self._clock.now_s() + duration_s
+        while self._clock.now_s() < give_up_s:
+            self._clock.sleep(IDLE_S)
+            self._ask([1, 2, 3], 1, False)
+
+    def metrics(self) -> dict[str, float]:
+        """kvferry's counters and gauges; those with a label as "name:label"."""
+        found: dict[str, float] = {}
+        for metric in self.llm.get_metrics():
+            name = metric.name.removeprefix("vllm:")
+            if name.startswith("kvferry_") and (value := getattr(metric, "value", None)):
+                own = {k: v for k, v in metric.labels.items() if k not in ("model_name", "engine")}
+                found[":".join([name, *own.values()])] = value
+        return found
+
+    def link(self) -> float:
+        """Bytes per second of plain copies from pinned memory to the device."""
+        is_gpu = torch.cuda.is_available()
+        source = torch.ones(LINK_BYTES, dtype=torch.uint8, pin_memory=is_gpu)
+        target = torch.empty_like(source, device="cuda" if is_gpu else "cpu")
+        times_s = []
+        for _ in range(LINK_ROUNDS):
+            started_s = self._clock.now_s()
+            target.copy_(source, non_blocking=True)
+            if is_gpu:
+                torch.cuda.synchronize()
+            times_s.append(self._clock.now_s() - started_s)
+        return LINK_BYTES / median(times_s)
+
+    def close(self) -> None:
+        if self.llm is not None:
+            self.llm.llm_engine.engine_core.shutdown()
+
+    def add(self, prompt: Sequence[int], parameters: SamplingParams) -> str:
+        """Sends a request; returns its id."""
+        self._count += 1
+        request = {"prompt_token_ids": list(prompt)}
+        self.llm.llm_engine.add_request(str(self._count), request, parameters)
+        return str(self._count)
+
+    def _ask(self, prompt: Sequence[int], answer_tokens: int, is_reset: bool) -> dict[str, Any]:
+        if is_reset:
+            self.llm.reset_prefix_cache()
+        started_s = self._clock.now_s()
+        self.add(prompt, sampling(answer_tokens, with_logprobs=answer_tokens > 1))
+        output = None
+        while self.llm.llm_engine.has_unfinished_requests():
+            output = next(iter(self.llm.llm_engine.step()), output)
+        duration_s = self._clock.now_s() - started_s
+        answer = output.outputs[0]
+        steps = zip(answer.token_ids, answer.logprobs or (), strict=False)
+        return {
+            "ms": duration_s * 1e3,
+            "cached_tokens": output.num_cached_tokens,
+            "tokens": list(answer.token_ids),
+            "logprobs": [step[token].logprob for token, step in steps],
+        }
+
+    def _watch_pages(self, *bytes_per_s: float | None) -> None:
         open_pages = build.open_pages
 
-        def open_slow_pages(*arguments: Any, **named: Any) -> PageStore:
-            pages = open_pages(*arguments, **named)
-            return SlowPages(pages, clock, job["write_bytes_per_s"])
+        def open_watched_pages(*arguments: Any, **named: Any) -> PacedPages:
+            pages = PacedPages(open_pages(*arguments, **named), self._clock, *bytes_per_s)
+            self.pages.append(pages)
+            return pages
 
-        build.open_pages = open_slow_pages
-    engine = MeasuredEngine(job["model"], job["kv_transfer_config"], clock)
-    for line in sys.stdin:
-        replies.write(json.dumps([engine.ask(prompt) for prompt in json.loads(line)]) + "\n")
-        replies.flush()
+        build.open_pages = open_watched_pages
 
 
-if __name__ == "__main__":
-    main()
+def sampling(answer_tokens: int, *, with_logprobs: bool = False) -> SamplingParams:
+    """Greedy, to the last token."""
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=answer_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=1 if with_logprobs else None,
+    )

@@ -1,5 +1,6 @@
 """Arguments that several commands have, and how they name a store."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,6 +16,17 @@ CatalogUrl = Annotated[
     str | None, typer.Option("--catalog", help="Its catalog, if not the default one.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on standard output, for scripts.")]
+
+Scratch = Annotated[
+    Path | None,
+    typer.Argument(help="Where to write; on the disk to be measured. Default: a temporary folder."),
+]
+Shape = Annotated[str, typer.Option(help="Of the model: tiny, 0.6b or 8b.")]
+Lengths = Annotated[str, typer.Option(help="Tokens of prompts.")]
+Prompts = Annotated[int, typer.Option(min=1, help="Prompts of each length.")]
+Mode = Annotated[str, typer.Option(help="eager, graphs (of decode steps) or compiled.")]
+Settings = Annotated[str, typer.Option(help="More arguments of vLLM's LLM, as JSON.")]
+Ferry = Annotated[str, typer.Option(help="More settings of kvferry, as JSON.")]
 
 
 def store_config(pages: str, catalog: str | None = None) -> Config:
