@@ -17,6 +17,8 @@ CLOCK_DRIFT_MAX = 0.01
 """Part of a duration by which two clocks may differ."""
 REMEMBERED_MAX = 4096
 """Transfers that ended, and messages that came before their lease."""
+UNANSWERED_MAX = 64
+"""Claims whose answer would still be taken."""
 
 
 class HeldUntil:
@@ -29,15 +31,17 @@ class HeldUntil:
     def asked(self, serial: int, now_s: float) -> None:
         """A claim is being sent. Serials grow."""
         self._asked_s[serial] = now_s
+        if len(self._asked_s) > UNANSWERED_MAX:
+            del self._asked_s[min(self._asked_s)]
 
-    def granted(self, serial: int, valid_s: float) -> float | None:
-        """A grant has come. Returns when it was asked for; None if it answers nothing new."""
+    def granted(self, serial: int, valid_s: float) -> bool:
+        """A grant has come. False if it answers nothing new."""
         asked_s = self._asked_s.get(serial)
         if asked_s is None:
-            return None
+            return False
         self._asked_s = {n: at for n, at in self._asked_s.items() if n > serial}
         self._until_s = max(self._until_s, asked_s + valid_s * (1 - CLOCK_DRIFT_MAX))
-        return asked_s
+        return True
 
     def is_sure(self, now_s: float) -> bool:
         """Whether the blocks are surely kept until now."""
@@ -47,7 +51,8 @@ class HeldUntil:
 @dataclass(slots=True)
 class Lease:
     """One request's blocks at one source rank. `end_s`: now; `last_end_s`: the latest that
-    renewals can make of it. `released`: readers that are done."""
+    renewals can make of it. `told`: until when which reader believes that it has the blocks;
+    `released`: readers that are done, by their number in their engine."""
 
     request_id: str
     transfer: bytes
@@ -56,6 +61,7 @@ class Lease:
     tables: tuple[tuple[int, ...], ...]
     end_s: float
     last_end_s: float
+    told: dict[str, float] = field(default_factory=dict)
     released: set[int] = field(default_factory=set)
 
 
@@ -115,10 +121,15 @@ class LeaseBook:
         return self._answer(claim, lease)
 
     def release(self, release: Release) -> None:
+        """A reader is done. The lease ends with the last of its engine, unless somebody else (a
+        client may carry one offer to two consumers) was told that he has the blocks."""
         lease = self._leases.get(release.transfer)
         if lease is not None:
+            now_s = self._clock.now_s()
+            lease.told.pop(release.sender, None)
             lease.released.add(release.reader)
-            if len(lease.released) >= release.reader_count:
+            is_told = any(until_s >= now_s for until_s in lease.told.values())
+            if len(lease.released) >= release.reader_count and not is_told:
                 self._end(lease, "released")
         elif release.transfer not in self._over:
             self._remember_early(release)
@@ -150,6 +161,7 @@ class LeaseBook:
             return Grant("", claim.serial, claim.transfer, b"", State.GONE, 0.0, 0)
         prolonged_s = min(now_s + self._settings.lease_s, lease.last_end_s)
         lease.end_s = max(lease.end_s, prolonged_s)
+        lease.told[claim.sender] = lease.end_s
         return Grant(
             "",
             claim.serial,

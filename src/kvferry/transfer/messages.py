@@ -54,6 +54,7 @@ class Grant(msgspec.Struct, frozen=True, array_like=True, tag="grant"):
 class Release(msgspec.Struct, frozen=True, array_like=True, tag="release"):
     """Reader to source: I need these blocks no more."""
 
+    sender: str
     transfer: bytes
     reader: int
     reader_count: int

@@ -1,0 +1,112 @@
+"""The producer's scheduler half: which finished requests are kept for a reader, and what their
+clients get to carry.
+
+A request's blocks stay until all ranks have said that its lease is over: the scheduler alone frees
+them. What is kept is capped; beyond that a request simply has no remote KV. One thread: the
+scheduler's.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry import _native
+from kvferry.clock import Clock
+from kvferry.keys import ROOT_PARENT
+from kvferry.metrics import Metrics
+from kvferry.transfer.halves import Hold, ProducerPlan, Tables
+from kvferry.transfer.params import ID_BYTES, Offer, mint, wants_remote_decode
+from kvferry.transfer.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this engine is to others. `boot`: 16 random bytes, fresh in every start. `namespace`: the
+    digest of its compatibility fields."""
+
+    boot: bytes
+    namespace: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The tokens whose KV is in the blocks, and what else went into it (`keys.encode_extras`)."""
+
+    tokens: Sequence[int]
+    extras: bytes = b""
+
+
+def prefix_key(namespace: bytes, prefix: Prefix, token_count: int) -> bytes:
+    """`keys.chunk_key` of the first `token_count` tokens as one chunk. Off the GIL but for turning
+    tokens into bytes."""
+    tokens = array("I", prefix.tokens[:token_count]).tobytes()
+    return _native.chain_keys(namespace, ROOT_PARENT, tokens, token_count, [prefix.extras])
+
+
+class Producer:
+    """See the module. `port`: where the listener listens."""
+
+    def __init__(
+        self, settings: Settings, clock: Clock, metrics: Metrics, identity: Identity, port: int
+    ):
+        self._settings = settings
+        self._clock = clock
+        self._metrics = metrics
+        self._identity = identity
+        self._port = port
+        self._held_blocks: dict[str, int] = {}
+        self._holds: list[Hold] = []
+
+    @property
+    def held_block_count(self) -> int:
+        return sum(self._held_blocks.values())
+
+    def finished(
+        self, request_id: str, params: Any, prefix: Prefix, tables: Tables
+    ) -> dict[str, Any] | None:
+        """A request has finished. If its client asked for it and there is room, its blocks must be
+        kept until `ended` says so, and this is what the client gets; else None."""
+        if not wants_remote_decode(params) or not prefix.tokens or not self._settings.secret:
+            return None
+        block_count = sum(1 for table in tables for block in table if block >= 0)
+        if self.held_block_count + block_count > self._settings.leased_blocks_max:
+            self._metrics.count("kvferry_transfer_leases_total", outcome="no_room")
+            return None
+        offer = Offer(
+            self._clock.random_bytes(ID_BYTES),
+            self._identity.boot,
+            self._settings.advertise_host,
+            self._port,
+            self._identity.namespace,
+            prefix_key(self._identity.namespace, prefix, len(prefix.tokens)),
+            len(prefix.tokens),
+        )
+        generation = self._clock.random_bytes(ID_BYTES)
+        hold = Hold(request_id, offer.transfer, generation, offer.token_count, tables)
+        self._holds.append(hold)
+        self._held_blocks[request_id] = block_count
+        self._metrics.count("kvferry_transfer_leases_total", outcome="granted")
+        self._metrics.set("kvferry_transfer_blocks_leased", self.held_block_count)
+        return mint(self._settings.secret, offer)
+
+    def plan(self) -> ProducerPlan:
+        """What ranks must know since the last step."""
+        holds, self._holds = tuple(self._holds), []
+        return ProducerPlan(holds)
+
+    @property
+    def has_news(self) -> bool:
+        """True: a step is needed even if no request computes, or readers wait in vain."""
+        return bool(self._holds)
+
+    def ended(self, request_ids: Sequence[str]) -> None:
+        """All ranks have said that these leases are over. Others' requests are ignored."""
+        for request_id in request_ids:
+            self._held_blocks.pop(request_id, None)
+        self._metrics.set("kvferry_transfer_blocks_leased", self.held_block_count)
+
+    def may_reset(self) -> bool:
+        """Whether the cache may be reset, the weights changed, the engine put to sleep: not while
+        somebody may read. A lease that was granted is not taken back; it ends by itself."""
+        return not self._held_blocks

@@ -1,0 +1,131 @@
+"""The producer's worker half: answers claims for this rank's blocks.
+
+Readers read without asking; all that happens here is that leases are prolonged while somebody
+claims them, and end. `begin` and `take_ended` are the engine's thread's, the rest the mover's.
+"""
+
+from collections import deque
+
+from kvferry.clock import Clock
+from kvferry.errors import IncompatibleError, UnavailableError
+from kvferry.metrics import Metrics
+from kvferry.transfer.base import Link
+from kvferry.transfer.halves import ProducerPlan
+from kvferry.transfer.lease import LeaseBook
+from kvferry.transfer.messages import Body, Claim, Grant, Release, seal_message
+from kvferry.transfer.settings import Settings
+
+
+class ProducerRank:
+    """See the module. The link is the mover's; nobody reads with it."""
+
+    def __init__(self, settings: Settings, clock: Clock, metrics: Metrics, link: Link):
+        self._settings = settings
+        self._clock = clock
+        self._metrics = metrics
+        self._link = link
+        self._book = LeaseBook(settings, clock)
+        self._is_aside = False
+        self._plans: deque[ProducerPlan] = deque()
+        self._ended: deque[str] = deque()
+        self._readers: dict[str, float] = {}  # name, when it was heard of last
+
+    # Engine's thread
+
+    def begin(self, plan: ProducerPlan) -> None:
+        if self._is_aside:
+            self._ended.extend(hold.request_id for hold in plan.holds)
+        elif plan.holds:
+            self._plans.append(plan)
+
+    def take_ended(self) -> set[str]:
+        """Requests whose lease is over at this rank since the last call, each once."""
+        if self._is_aside:
+            self.step_aside()
+        ended = set()
+        while self._ended:
+            ended.add(self._ended.popleft())
+        return ended
+
+    def stand_aside(self) -> bool:
+        """The mover has failed, its thread ends: claims are not answered any more, leases go on
+        until they end by themselves, which the engine's thread then sees to."""
+        self._is_aside = True
+        return True
+
+    def step_aside(self) -> None:
+        self._book.expire()
+        while self._plans:
+            self._ended.extend(hold.request_id for hold in self._plans.popleft().holds)
+        self._settle()
+
+    # Mover's thread
+
+    def step(self) -> bool:
+        """One round. True if anything moved."""
+        answers, has_news = self._book.expire(), bool(self._plans)
+        while self._plans:
+            for hold in self._plans.popleft().holds:
+                answers += self._book.begin(
+                    hold.request_id,
+                    hold.transfer,
+                    hold.generation,
+                    hold.token_count,
+                    hold.tables,
+                )
+        for claim, grant in answers:
+            self._answer(claim, grant)
+        self._settle()
+        self._forget_idle()
+        return has_news or bool(answers)
+
+    def take(self, body: Body) -> None:
+        """A message from a reader."""
+        if isinstance(body, Claim):
+            grant = self._book.claim(body)
+            if grant is not None:
+                self._answer(body, grant)
+        elif isinstance(body, Release):
+            self._book.release(body)
+        self._settle()
+
+    def _settle(self) -> None:
+        for request_id, reason in self._book.take_ended():
+            self._metrics.count("kvferry_transfer_leases_ended_total", reason=reason)
+            self._ended.append(request_id)
+        self._metrics.set("kvferry_transfer_leases", self._book.lease_count)
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._plans or self._ended or self._book.lease_count)
+
+    def _answer(self, claim: Claim, grant: Grant) -> None:
+        """Best effort: a reader that gets no answer asks again."""
+        try:
+            name = self._link.connect(claim.description)
+        except (IncompatibleError, UnavailableError):
+            self._metrics.count("kvferry_transfer_messages_dropped_total", reason="no_way_back")
+            return
+        self._readers[name] = self._clock.now_s()
+        grant = Grant(
+            self._link.name,
+            grant.serial,
+            grant.transfer,
+            grant.generation,
+            grant.state,
+            grant.valid_s,
+            grant.token_count,
+            grant.tables,
+        )
+        if not self._link.notify(name, seal_message(self._settings.secret, name, grant)):
+            self._metrics.count("kvferry_transfer_messages_dropped_total", reason="no_way_back")
+            self._forget(name)  # what is known of the way is stale: the next claim connects anew
+
+    def _forget_idle(self) -> None:
+        idle_since_s = self._clock.now_s() - self._settings.peer_idle_s
+        for name in [name for name, at_s in self._readers.items() if at_s < idle_since_s]:
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        del self._readers[name]
+        self._link.disconnect(name)

@@ -1,0 +1,137 @@
+"""Reads of one consumer rank, and the staging they land in.
+
+A read cannot be called back. One whose load has failed keeps its slot in *quarantine* until it has
+ended, however long that takes; after one that was lost the slot *rests* for a while, since that
+proves nothing about its last bytes. What is out of use so is capped: beyond it nothing new begins.
+One thread: the mover's.
+"""
+
+from dataclasses import dataclass
+
+from kvferry.clock import Clock
+from kvferry.device.staging import Staging
+from kvferry.metrics import Metrics
+from kvferry.transfer.base import Ending, Link, Range, ReadEnded
+from kvferry.transfer.halves import Load
+from kvferry.transfer.plan import ChunkRead
+from kvferry.transfer.session import Channel, Peers, Session
+from kvferry.transfer.settings import Settings
+
+
+@dataclass(slots=True, eq=False)
+class LoadJob:
+    """One request's load. `failure`: why it fails; nothing of it is scattered from then on.
+    `left_count`: chunks that are not in the blocks, None until it is known which there are."""
+
+    load: Load
+    deadline_s: float
+    step: int
+    failure: str = ""
+    left_count: int | None = None
+    unloading_count: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.unloading_count == 0 and (bool(self.failure) or self.left_count == 0)
+
+
+@dataclass(slots=True, eq=False)
+class ChunkJob:
+    """One chunk of it through one channel. `ended_s`: when its read was seen to have ended;
+    `ended_serial`: the last claim that had been sent by then."""
+
+    job: LoadJob
+    session: Session
+    channel: Channel
+    read: ChunkRead
+    slot: int = 0
+    ended_s: float = 0.0
+    ended_serial: int = 0
+
+    @property
+    def is_wanted(self) -> bool:
+        return not self.job.failure
+
+
+class Reads:
+    """See the module. `staging`: the caller opens, registers and closes it."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        clock: Clock,
+        metrics: Metrics,
+        link: Link,
+        peers: Peers,
+        staging: Staging,
+    ):
+        self._settings = settings
+        self._clock = clock
+        self._metrics = metrics
+        self._link = link
+        self._peers = peers
+        self._staging = staging
+        self._out: dict[int, ChunkJob] = {}
+        self._resting: list[tuple[float, int]] = []  # until when, slot
+
+    @property
+    def memory(self) -> Range:
+        return Range(self._staging.address, self._staging.length_bytes)
+
+    @property
+    def out_count(self) -> int:
+        return len(self._out)
+
+    @property
+    def quarantine_bytes(self) -> int:
+        given_up = sum(not chunk.is_wanted for chunk in self._out.values())
+        return (given_up + len(self._resting)) * self._staging.slot_bytes
+
+    @property
+    def is_full(self) -> bool:
+        return self.quarantine_bytes > self._settings.quarantine_bytes_max
+
+    def post(self, chunk: ChunkJob) -> bool:
+        """Begins a chunk's read. False if no slot is free."""
+        slot = self._staging.take_for_load()
+        if slot is None:
+            return False
+        chunk.slot = slot
+        session, channel = chunk.session, chunk.channel
+        targets, sources = channel.landing.indices(chunk.read, slot)
+        number = self._link.post(
+            session.name, channel.target_table, targets, channel.source_table, sources
+        )
+        session.reads_out += 1
+        self._out[number] = chunk
+        return True
+
+    def take(self, event: ReadEnded) -> ChunkJob | None:
+        """A read has ended. Returns its chunk if it brought something that somebody wants: the slot
+        is the caller's then. A chunk that brought nothing fails its load."""
+        chunk = self._out.pop(event.read)
+        chunk.session.reads_out -= 1
+        chunk.ended_s = self._clock.now_s()
+        self._metrics.count("kvferry_transfer_reads_total", outcome=event.ending.value)
+        if event.ending is Ending.LOST:
+            self._peers.lose(chunk.session)
+            self._resting.append((chunk.ended_s + self._settings.rest_s, chunk.slot))
+        elif event.ending is Ending.DONE and chunk.is_wanted:
+            return chunk
+        else:
+            self._staging.give_back(chunk.slot)
+        if chunk.is_wanted:
+            chunk.job.failure = event.ending.value
+        return None
+
+    def give_back(self, chunk: ChunkJob) -> None:
+        """Nothing reads from or writes to the chunk's slot any more."""
+        self._staging.give_back(chunk.slot)
+
+    def step(self) -> None:
+        now_s = self._clock.now_s()
+        for until_s, slot in self._resting:
+            if now_s >= until_s:
+                self._staging.give_back(slot)
+        self._resting = [rest for rest in self._resting if now_s < rest[0]]
+        self._metrics.set("kvferry_transfer_quarantine_bytes", self.quarantine_bytes)

@@ -1,0 +1,140 @@
+"""From a landing through a page into the engine's blocks: two copies by copiers of `device`.
+
+Only bytes that are surely what the producer held come here. Between the two copies a chunk is asked
+once more whether it is still wanted. One thread, the mover's, except for `order`.
+"""
+
+import threading
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvferry.device.base import Copier, Piece
+from kvferry.device.staging import Staging
+from kvferry.transfer.landing import CopierMaker, Landing
+from kvferry.transfer.plan import ChunkRead, Lane
+
+
+class Chunk(Protocol):
+    """What is unloaded."""
+
+    read: ChunkRead
+    slot: int
+
+    @property
+    def is_wanted(self) -> bool:
+        """False: its blocks must not be written any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    chunk: Chunk
+    page: int
+
+
+class Unloader:
+    """Of one shape of lane. `ordered_step`: the last step in which the engine's thread has told the
+    device that scatters may come; blocks of later steps must not be written yet."""
+
+    def __init__(self, landing: Landing, gatherer: Copier, scatterer: Copier, pages: Staging):
+        self._landing = landing
+        self._gatherer = gatherer
+        self._scatterer = scatterer
+        self._pages = pages
+        self._gathers: dict[int, _Copy] = {}
+        self._scatters: dict[int, _Copy] = {}
+        self.ordered_step = -1
+
+    def open(self) -> None:
+        self._gatherer.open()
+        self._scatterer.open()
+
+    def close(self) -> None:
+        self._gatherer.close()
+        self._scatterer.close()
+
+    def order(self, step: int) -> None:
+        """The engine's thread, in each step."""
+        self._scatterer.order_scatters()
+        self.ordered_step = step
+
+    def begin(self, chunk: Chunk) -> bool:
+        """False: no page is free, try again. From True on until `step` has returned it, slot and
+        blocks of the chunk are the unloader's."""
+        page = self._pages.take_for_load()
+        if page is None:
+            return False
+        piece = self._landing.gather(chunk.read, chunk.slot, page)
+        self._gathers[self._gatherer.submit_gather([piece])] = _Copy(chunk, page)
+        return True
+
+    def step(self) -> list[Chunk]:
+        """Goes on with what the copiers have done. Returns chunks that it is through with."""
+        done = []
+        for job in self._gatherer.poll():
+            copy = self._gathers.pop(job)
+            if copy.chunk.is_wanted:
+                piece = Piece(copy.chunk.read.blocks, copy.page)
+                self._scatters[self._scatterer.submit_scatter([piece])] = copy
+            else:
+                done.append(self._through(copy))
+        return done + [self._through(self._scatters.pop(job)) for job in self._scatterer.poll()]
+
+    def _through(self, copy: _Copy) -> Chunk:
+        self._pages.give_back(copy.page)
+        return copy.chunk
+
+
+class Unloaders:
+    """All of one rank, by the shapes of landing and blocks: few, however many peers there are.
+
+    `page_bytes`: of the memory for pages. `open` is not needed; `close` is idempotent.
+    """
+
+    def __init__(self, make_copier: CopierMaker, page_bytes: int):
+        self._make_copier = make_copier
+        self._page_bytes = page_bytes
+        self._unloaders: dict[tuple, tuple[Unloader, Staging]] = {}
+        self._lock = threading.Lock()
+
+    def of(self, lane: Lane, landing: Landing) -> Unloader:
+        regions, geometry = landing.regions(), landing.geometry
+        key = regions, lane.target, geometry
+        if key not in self._unloaders:
+            pages = Staging(max(self._page_bytes, 2 * geometry.page_bytes), geometry.page_bytes)
+            pages.open()
+            unloader = Unloader(
+                landing,
+                self._make_copier(regions, geometry),
+                self._make_copier(lane.target, geometry),
+                pages,
+            )
+            unloader.open()
+            with self._lock:
+                self._unloaders[key] = unloader, pages
+        return self._unloaders[key][0]
+
+    def order(self, step: int) -> None:
+        """The engine's thread, in each step."""
+        with self._lock:
+            unloaders = [unloader for unloader, _ in self._unloaders.values()]
+        for unloader in unloaders:
+            unloader.order(step)
+
+    def step(self) -> list[Chunk]:
+        return [chunk for unloader, _ in self._unloaders.values() for chunk in unloader.step()]
+
+    @property
+    def is_busy(self) -> bool:
+        """Something is being copied."""
+        return self.taken_count > 0
+
+    @property
+    def taken_count(self) -> int:
+        """Pages in use."""
+        return sum(pages.taken_count for _, pages in self._unloaders.values())
+
+    def close(self) -> None:
+        for unloader, pages in self._unloaders.values():
+            unloader.close()
+            pages.close()
+        self._unloaders = {}
