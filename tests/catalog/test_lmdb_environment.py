@@ -1,5 +1,6 @@
 """A catalog that may be torn is never opened; one that is whole is never thrown away."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -125,6 +126,39 @@ def test_only_the_last_to_leave_calls_it_clean(make, folder, filled):
     assert (folder / "in-use").read_bytes() == b""
 
 
+def test_who_opens_while_the_last_one_leaves_is_not_taken_for_gone(
+    make, folder, filled, monkeypatch
+):
+    """A lock that is asked to become exclusive is let go of first: who leaves in that moment finds
+    nobody. What the other one writes is not flushed, so a mark must say that it is in use."""
+    program = (
+        "import sys, pathlib; from kvferry.catalog.lmdb import LmdbCatalog\n"
+        "from kvferry.clock import SystemClock\n"
+        "catalog = LmdbCatalog(pathlib.Path(sys.argv[1]), SystemClock())\n"
+        f"catalog.open({STORE!r}, {CAPACITY_BYTES}, {SEGMENT_BYTES})\n"
+        "print('open', flush=True); sys.stdin.read(); catalog.close()"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", program, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert other.stdout.readline() == "open\n"
+    wait_for_lock = lmdb_environment.Environment._wait_for_lock
+
+    def wait_until_the_other_has_left(environment):
+        fcntl.flock(environment._descriptor, fcntl.LOCK_UN)
+        other.communicate()
+        wait_for_lock(environment)
+
+    monkeypatch.setattr(
+        lmdb_environment.Environment, "_wait_for_lock", wait_until_the_other_has_left
+    )
+    make()
+    assert (folder / "in-use").read_bytes() == lmdb_environment.boot_id()
+
+
 @pytest.mark.parametrize("garbage", [b"", b"x", b"garbage" * 10_000])
 def test_garbage_is_set_aside(make, folder, filled, garbage):
     (folder / "data.mdb").write_bytes(garbage)
@@ -211,7 +245,7 @@ def test_two_halves_of_one_process_share_it(make, filled):
 
 def test_a_folder_in_use_for_another_store_is_refused(make, filled):
     first = make()
-    with pytest.raises(ConfigError, match="in use for another store"):
+    with pytest.raises(ConfigError, match="of another store"):
         make(store=b"t" * 16)
     assert is_whole(first)
     first.close()

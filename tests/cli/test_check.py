@@ -7,7 +7,7 @@ import pytest
 
 from kvferry.catalog.base import Commit, Space, Verdict
 from kvferry.catalog.memory import MemoryCatalog
-from kvferry.cli import check, status
+from kvferry.cli import check, status, verification
 from kvferry.cli.opened import OpenedStore
 from kvferry.layout import HEADER_BYTES, Address, PageGeometry
 from kvferry.pages.base import slot_count
@@ -94,6 +94,24 @@ def test_a_lost_segment_makes_all_its_pages_bad(filled):
     filled.pages.delete_segment(filled.addresses[0].segment)
     report = check.examine(filled.opened(), fix=False)
     assert [page.outcome for page in report.bad] == ["absent"] * PAGE_COUNT
+
+
+def test_a_page_that_was_evicted_meanwhile_is_not_bad(filled, monkeypatch):
+    """Engines go on while a store is read, which takes long."""
+    promised = verification.promised
+
+    def promised_then_evicted(snapshot, segments):
+        found = promised(snapshot, segments)
+        page = page_id("page 2")
+        evicted = snapshot.pages[NAMESPACE, page.key].generation
+        assert filled.catalog.evict(NAMESPACE, [(page.key, evicted)]) == 1
+        filled.damage(2, HEADER_BYTES)
+        filled.damage(3, HEADER_BYTES)
+        return found
+
+    monkeypatch.setattr(verification, "promised", promised_then_evicted)
+    report = check.examine(filled.opened(), fix=False)
+    assert [page.key for page in report.bad] == [page_id("page 3").key.hex()]
 
 
 def test_fix_drops_the_bad_page_and_no_other(filled):

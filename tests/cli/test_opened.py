@@ -71,6 +71,22 @@ def test_a_catalog_in_use_is_shared(root, catalog):
     assert catalog.stats().capacity_bytes == CAPACITY_BYTES
 
 
+def test_the_catalog_of_another_store_is_refused_and_stays_whole(root, catalog, tmp_path):
+    """Looking at a store with a wrong --catalog must not empty the catalog of a good one."""
+    catalog_id, url = catalog.catalog_id, f"lmdb://{catalog._folder}"
+    catalog.close()
+    other = tmp_path / "other"
+    open_url(f"posix://{other}", SystemClock(), Asked(capacity_bytes=CAPACITY_BYTES)).close()
+    with (
+        pytest.raises(ConfigError, match="another store"),
+        open_store(store_config(str(other), url)),
+    ):
+        pass
+    facts = read_superblock(root).facts()
+    assert not catalog.open(facts.store_id, facts.capacity_bytes, facts.segment_bytes)
+    assert catalog.catalog_id == catalog_id
+
+
 def test_resize_changes_the_store(root):
     resize(str(root), "32MiB")
     assert read_superblock(root).capacity_bytes == 32 << 20
@@ -109,4 +125,4 @@ def test_doctor_says_why_a_catalog_cannot_be_opened(root, catalog):
     found = {finding.check: finding for finding in check_store(config)}
     other.close()
     assert found["opens"].state is State.FAILED
-    assert "in use for another store" in found["opens"].detail
+    assert "another store" in found["opens"].detail

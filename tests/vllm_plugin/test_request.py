@@ -7,6 +7,9 @@ import torch
 
 from kvferry.vllm_plugin.request import Adapters, EngineRequest
 
+LATER_S = 1e10
+"""An engine that starts after every file of a test has been written."""
+
 
 class Chance:
     """Never the same bytes twice."""
@@ -30,7 +33,9 @@ def request(adapters=None, **changes) -> EngineRequest:
         "skip_reading_prefix_cache": False,
         "resumable": False,
     }
-    return EngineRequest(SimpleNamespace(**(fields | changes)), adapters or Adapters(Chance()))
+    return EngineRequest(
+        SimpleNamespace(**(fields | changes)), adapters or Adapters(Chance(), LATER_S)
+    )
 
 
 def lora(folder, number=1):
@@ -83,7 +88,7 @@ def test_an_image_counts_in_every_chunk_that_it_touches():
 
 
 def test_adapters_are_told_apart_by_their_files_and_not_by_their_path(tmp_path):
-    adapters = Adapters(Chance())
+    adapters = Adapters(Chance(), LATER_S)
     one = adapter(tmp_path / "one", b"first")
     same = adapter(tmp_path / "same", b"first")
     other = adapter(tmp_path / "other", b"second")
@@ -96,7 +101,7 @@ def test_adapters_are_told_apart_by_their_files_and_not_by_their_path(tmp_path):
 
 
 def test_an_adapter_whose_files_changed_is_never_shared_again(tmp_path):
-    adapters = Adapters(Chance())
+    adapters = Adapters(Chance(), LATER_S)
     folder = adapter(tmp_path / "one", b"first")
     before = request(adapters, lora_request=lora(folder)).extras(0, 64)
 
@@ -105,6 +110,15 @@ def test_an_adapter_whose_files_changed_is_never_shared_again(tmp_path):
 
     assert before not in after
     assert len(after) == 2
+
+
+def test_an_adapter_newer_than_the_engine_is_never_shared(tmp_path):
+    """vLLM may have loaded what was there before, and answer from that."""
+    folder = adapter(tmp_path / "one", b"first")
+    adapters = Adapters(Chance(), started_s=folder.stat().st_ctime - 10)
+    names = {request(adapters, lora_request=lora(folder)).extras(0, 64) for _ in range(2)}
+
+    assert len(names) == 2
 
 
 def test_one_request_keeps_one_name_for_its_adapter(tmp_path):

@@ -49,7 +49,8 @@ class _Opening(NamedTuple):
 
 
 class LmdbCatalog:
-    """See the module and the contract. `folder`: made if it is not there; one for each store."""
+    """See the module and the contract. `folder`: made if it is not there; one for each store.
+    `is_guest`: opens only what is this store's already, and never starts anew."""
 
     def __init__(
         self,
@@ -57,6 +58,8 @@ class LmdbCatalog:
         clock: Clock,
         grace_s: float = GRACE_S,
         map_bytes: int = lmdb_environment.MAP_BYTES,
+        *,
+        is_guest: bool = False,
     ):
         self.catalog_id = b""
         self._folder = folder
@@ -67,6 +70,7 @@ class LmdbCatalog:
         self._lock = threading.Lock()  # for the two counts
         self._lookup_count = 0
         self._hit_count = 0
+        self._is_guest = is_guest
 
     def open(self, store_id: bytes, capacity_bytes: int, segment_bytes: int) -> bool:
         if self._environment is not None:
@@ -88,11 +92,11 @@ class LmdbCatalog:
         packed = tables.meta.get(META_KEY)
         known = packed and Meta.unpack(packed)
         is_new = not known or known.store_id != opening.store_id
-        if is_new and packed and opening.is_shared:
+        if is_new and (self._is_guest or (packed and opening.is_shared)):
             raise ConfigError(
                 "catalog.store",
-                "the catalog's folder is in use for another store, or by another version of"
-                " kvferry: name another folder",
+                "the catalog is that of another store, or of another version of kvferry: name"
+                " another folder",
                 folder=str(self._folder),
             )
         if is_new:

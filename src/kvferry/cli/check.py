@@ -71,7 +71,7 @@ def examine(store: OpenedStore, *, fix: bool) -> CheckReport:
             return CheckReport(0, [], 0, [str(error)], has_catalog=True)
         contradictions = check_invariants(snapshot)
         promises = verification.promised(snapshot, store.pages.segments())
-    bad = _bad(store, promises)
+    bad = _still_promised(store, _bad(store, promises))
     dropped_count = drop(store.catalog, bad) if fix and store.catalog is not None else 0
     return CheckReport(
         len(promises),
@@ -99,6 +99,20 @@ def _bad(store: OpenedStore, promises: Sequence[verification.Promise]) -> list[V
             if verdict.outcome is not Outcome.OK:
                 bad.append(verdict)
     return bad
+
+
+def _still_promised(store: OpenedStore, bad: Sequence[Verdict]) -> list[Verdict]:
+    """Without pages that were evicted while others were read: their slots may hold others now."""
+    if store.catalog is None or not bad:
+        return list(bad)
+    pages = store.catalog.snapshot().pages
+    now = {name: (page.generation, page.address) for name, page in pages.items()}
+    return [
+        verdict
+        for verdict in bad
+        for page in [verdict.promise.page]
+        if now.get((page.namespace, page.key)) == (page.generation, verdict.promise.address)
+    ]
 
 
 def _describe(verdict: Verdict) -> BadPage:

@@ -63,6 +63,6 @@ def _open_catalog(url: str, facts: StoreFacts) -> Catalog | None:
     scheme, path = split_url(url)
     if scheme != "lmdb" or not Path(path, "data.mdb").exists():
         return None
-    catalog = LmdbCatalog(Path(path), SystemClock())
+    catalog = LmdbCatalog(Path(path), SystemClock(), is_guest=True)
     catalog.open(facts.store_id, facts.capacity_bytes, facts.segment_bytes)
     return catalog

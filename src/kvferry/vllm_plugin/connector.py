@@ -51,7 +51,7 @@ class FerryStoreConnector(KVConnectorBase_V1, SupportsHMA):
         groups = self._kv_cache_config.kv_cache_groups
         role = SchedulerRole(
             planner,
-            Adapters(clock.random_bytes),
+            Adapters(clock.random_bytes, clock.wall_s()),
             [group.kv_cache_spec.block_size for group in groups],
         )
         return SchedulerSide(role, self._metrics)

@@ -12,20 +12,22 @@ import torch
 from kvferry.keys import encode_extras
 from kvferry.vllm_plugin.weights import adapter_digest
 
-Signature = tuple[tuple[str, int, int], ...]
-"""Name, length and time of change of each file of an adapter."""
+Signature = tuple[tuple[str, int, int, int], ...]
+"""Name, length and times (of the content and of the file, nanoseconds) of each file."""
 
 
 class Adapters:
     """Names adapters by their files. Any thread; the first call for an adapter reads its files.
 
-    vLLM may keep an adapter in memory or read it again at any time, so after its files have
-    changed nobody can say which version computed what: from then on each of its requests is
-    alone, with a name that nobody can have again.
+    vLLM reads an adapter before or at its first request, keeps it, or reads it again at any time.
+    So when files have changed since the engine started (`started_s`, wall time), nobody can say
+    which version computed what: each request of such an adapter is alone, with a name that nobody
+    can have again.
     """
 
-    def __init__(self, random_bytes: Callable[[int], bytes]):
+    def __init__(self, random_bytes: Callable[[int], bytes], started_s: float):
         self._random_bytes = random_bytes
+        self._started_ns = int(started_s * 1e9)
         self._known: dict[tuple[int, str], tuple[Signature, bytes]] = {}
         self._is_folder: dict[str, bool] = {}
         self._lock = threading.Lock()
@@ -43,6 +45,8 @@ class Adapters:
         with self._lock:
             try:
                 signature = _signature(folder)
+                if any(changed_ns > self._started_ns for *_, changed_ns in signature):
+                    return self._random_bytes(32)
                 if adapter not in self._known:
                     self._known[adapter] = (signature, adapter_digest(folder))
             except OSError:
@@ -55,17 +59,11 @@ class EngineRequest:
     """`offload.base.Request` over a vLLM request, which it keeps alive. Any thread may read it."""
 
     def __init__(self, request: Any, adapters: Adapters):
+        self.request_id: str = request.request_id
+        self.tokens: Sequence[int] = request.all_token_ids
         self._request = request
         self._adapters = adapters
         self._adapter: bytes | None = None
-
-    @property
-    def request_id(self) -> str:
-        return self._request.request_id
-
-    @property
-    def tokens(self) -> Sequence[int]:
-        return self._request.all_token_ids
 
     @property
     def is_cacheable(self) -> bool:
@@ -124,10 +122,5 @@ class EngineRequest:
 
 
 def _signature(folder: Path) -> Signature:
-    return tuple(
-        sorted(
-            (path.name, path.stat().st_size, path.stat().st_mtime_ns)
-            for path in folder.iterdir()
-            if path.is_file()
-        )
-    )
+    files = [(path.name, path.stat()) for path in folder.iterdir() if path.is_file()]
+    return tuple(sorted((name, of.st_size, of.st_mtime_ns, of.st_ctime_ns) for name, of in files))

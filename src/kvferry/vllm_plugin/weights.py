@@ -1,6 +1,7 @@
 """What tells two models' weights apart: part of the identity of every page.
 
-A hub model is named by its resolved commit. A local folder is named by what it holds: configuration
+A hub model is named as the engine was told (a repository may hold several quantisations) and by its
+resolved commit. A local folder is named by what it holds: configuration
 files, the header of every weight file (names, shapes, offsets of all tensors) and samples of every
 tensor, so that two fine-tunes of one base differ. Reading all weights would take as long as loading
 them; a change that leaves every sample untouched goes unseen, and `model_id` is the remedy.
@@ -38,7 +39,7 @@ def model_record(config: Config, vllm_config: Any) -> dict[str, Field]:
         "weights_id": config.weights_id,
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantisation": model.quantization,
-        "overrides": _overrides(model.hf_overrides),
+        "overrides": _overrides(model),
         "max_model_tokens": model.max_model_len if _depends_on_length(model) else None,
         "media": _media(model),
     }
@@ -89,7 +90,7 @@ def _source(vllm_config: Any) -> Mapping[str, Field]:
             " set model_id to a name for this model",
             key="model_id",
         )
-    return {"commit": commit}
+    return {"commit": commit, "name": model.model}
 
 
 def _split(vllm_config: Any) -> Mapping[str, Field]:
@@ -105,13 +106,14 @@ def _configuration(model: Any) -> str:
     return json.dumps(values, sort_keys=True, default=str)
 
 
-def _overrides(overrides: Any) -> str | None:
-    """`hf_overrides`: a mapping, or a function, which only its name can tell apart."""
-    if not overrides:
+def _overrides(model: Any) -> str | None:
+    """What does not come from the weights' own configuration. A function, or another place for the
+    configuration, can only be told by what came of it."""
+    if callable(model.hf_overrides) or getattr(model, "hf_config_path", None):
+        return _configuration(model)
+    if not model.hf_overrides:
         return None
-    if callable(overrides):
-        return f"{overrides.__module__}.{overrides.__qualname__}"
-    return json.dumps(overrides, sort_keys=True, default=str)
+    return json.dumps(model.hf_overrides, sort_keys=True, default=str)
 
 
 def _depends_on_length(model: Any) -> bool:

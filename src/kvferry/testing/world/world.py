@@ -18,7 +18,7 @@ from kvferry.testing.world.storage import Storage
 
 REQUESTS_MAX = 10
 """Of one engine at a time."""
-ROUNDS_MAX = 20_000
+ROUNDS_MAX = 3_000
 """Checker (d): in so many rounds everything must have ended once faults have stopped."""
 
 
