@@ -192,11 +192,13 @@ class ConsumerRank:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is left to do or to be told."""
+        """Nothing is left to do or to be told. Reads in quarantine may be out: who knows how
+        long."""
         with self._lock:
             jobs = self._active or self._ended or self._over
         told = self._claims.granted or self._claims.refused
-        return not (jobs or told or self._plans or self.taken_count) and self._claims.is_idle
+        is_clear = self.taken_count == self._reads.given_up_count
+        return is_clear and self._claims.is_idle and not (jobs or told or self._plans)
 
     def _take_plan(self, plan: ConsumerPlan) -> None:
         for watch in plan.watches:

@@ -65,6 +65,8 @@ def read(secret: bytes, params: Any) -> tuple[Offer | None, str]:
         return None, "malformed"
     except IncompatibleError as error:
         return None, "malformed" if error.kind == "frame.malformed" else "forged"
+    if base64.urlsafe_b64encode(frame).decode() != record:
+        return None, "malformed"
     if len(offer.transfer) != ID_BYTES or len(offer.boot) != ID_BYTES or offer.token_count < 1:
         return None, "malformed"
     return offer, ""

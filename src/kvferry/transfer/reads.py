@@ -83,9 +83,13 @@ class Reads:
         return len(self._out)
 
     @property
+    def given_up_count(self) -> int:
+        """Reads that are out and that nobody waits for."""
+        return sum(not chunk.is_wanted for chunk in self._out.values())
+
+    @property
     def quarantine_bytes(self) -> int:
-        given_up = sum(not chunk.is_wanted for chunk in self._out.values())
-        return (given_up + len(self._resting)) * self._staging.slot_bytes
+        return (self.given_up_count + len(self._resting)) * self._staging.slot_bytes
 
     @property
     def is_full(self) -> bool:

@@ -70,14 +70,15 @@ class Unloader:
     def step(self) -> list[Chunk]:
         """Goes on with what the copiers have done. Returns chunks that it is through with."""
         done = []
-        for job in self._gatherer.poll():
-            copy = self._gathers.pop(job)
+        for gathered in self._gatherer.poll():
+            copy = self._gathers.pop(gathered.job)
             if copy.chunk.is_wanted:
                 piece = Piece(copy.chunk.read.blocks, copy.page)
                 self._scatters[self._scatterer.submit_scatter([piece])] = copy
             else:
                 done.append(self._through(copy))
-        return done + [self._through(self._scatters.pop(job)) for job in self._scatterer.poll()]
+        scattered = [self._scatters.pop(copy.job) for copy in self._scatterer.poll()]
+        return done + [self._through(copy) for copy in scattered]
 
     def _through(self, copy: _Copy) -> Chunk:
         self._pages.give_back(copy.page)

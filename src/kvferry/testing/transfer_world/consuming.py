@@ -247,6 +247,10 @@ class ConsumerEngine:
             self._pools.give_back(request.tables)
 
     @property
+    def is_loading(self) -> bool:
+        return any(request.phase is Phase.LOADING for request in self.requests)
+
+    @property
     def is_idle(self) -> bool:
         return not self.requests and all(rank.is_idle for rank in self.ranks)
 
@@ -254,11 +258,12 @@ class ConsumerEngine:
         if not self._pools.is_whole or self.consumer.record_count:
             raise Failed("c", f"{self.name} at rest still keeps blocks or records")
         for rank in self.ranks:
-            if rank.taken_count or rank.out_count:
+            if rank.taken_count != rank.out_count:
                 raise Failed("c", f"{self.name} at rest has staging out")
+        self._counts["never returned"] += sum(rank.out_count for rank in self.ranks)
 
     def close(self) -> None:
         for link, rank in zip(self.links, self.ranks, strict=True):
-            if not link.close(0.0):
-                raise Failed("c", f"a link of {self.name} has reads out")
+            if link.close(0.0) != (rank.out_count == 0):
+                raise Failed("c", f"a link of {self.name} closes in spite of reads that are out")
             rank.close()

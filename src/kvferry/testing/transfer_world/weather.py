@@ -27,17 +27,22 @@ class EngineClock(SimClock):
 
 
 class Weather:
-    """A schedule of the fabric. `paused`: ends whose process stands still, until which moment."""
+    """A schedule of the fabric. `paused`: ends whose process stands still, until which moment;
+    `frozen`: those that never go on, alive as they are."""
 
     def __init__(self, true: ManualClock, chance: Chance, counts: Counter):
         self._true = true
         self._chance = chance
         self._counts = counts
         self.paused: dict[str, float] = {}
+        self.frozen: set[str] = set()
         self.is_calm = False
         self._loss = chance.choice([0.0, 0.05, 0.3])
+        self._slowness = chance.choice([5, 5, 60])
 
     def stands_still(self, name: str) -> bool:
+        if name in self.frozen:
+            return True
         return not self.is_calm and self.paused.get(name, 0.0) > self._true.now_s()
 
     def read(self, reader: str, peer: str) -> Motion:
@@ -45,7 +50,8 @@ class Weather:
             return Motion.WAIT
         if self.is_calm:
             return Motion.END
-        motion = self._chance.choices(list(Motion), [5, 3, 1, 6, 0.15])[0]
+        weights = [self._slowness, 3, 1, 6, 0.15]
+        motion = self._chance.choices(list(Motion), weights)[0]
         self._counts[f"read {motion.value}"] += 1
         return motion
 

@@ -5,7 +5,7 @@ from collections import Counter, deque
 from kvferry.keys import namespace_digest
 from kvferry.testing.clock import Chance, ManualClock
 from kvferry.testing.kv_memory import draw_models, draw_shape
-from kvferry.testing.transfer_world.consuming import ConsumerEngine, Request
+from kvferry.testing.transfer_world.consuming import ConsumerEngine, Phase, Request
 from kvferry.testing.transfer_world.producing import ProducerEngine, Prompt
 from kvferry.testing.transfer_world.weather import EngineClock, Weather, WorldDialer
 from kvferry.testing.world.checks import Failed
@@ -42,7 +42,7 @@ class World:
             Prompt(f"document {n}", self._tokens(), chance.choice([b"", b"salt"])) for n in range(3)
         ]
         self._settings = self._draw_settings()
-        self._fault_chance = chance.choice([0.0, 0.003, 0.02])
+        self._fault_chance = chance.choice([0.0, 0.004, 0.02])
         self._gone: list = []
         self._offers: deque[tuple[Prompt, dict]] = deque(maxlen=OFFERS_MAX)
         self._listeners: dict[int, ProducerEngine] = {}
@@ -59,13 +59,13 @@ class World:
             secret=SECRET,
             lease_s=chance.choice([0.3, 1.0]),
             lease_total_s=chance.choice([1.0, 4.0]),
-            leased_blocks_max=chance.choice([20, 1000]),
+            leased_blocks_max=chance.choice([30, 1000, 1000]),
             early_s=0.1,
             staging_bytes=chance.choice([4, 12]) * 8192,
             slot_bytes=8192,
             quarantine_bytes_max=chance.choice([1, 4]) * 8192,
-            claim_deadline_s=0.5,
-            read_deadline_s=chance.choice([0.3, 1.0]),
+            claim_deadline_s=chance.choice([0.5, 3.0, 3.0]),
+            read_deadline_s=chance.choice([0.3, 2.0, 2.0]),
             rest_s=0.2,
             peer_idle_s=3.0,
             redial_s=0.05,
@@ -126,31 +126,38 @@ class World:
         self._true.advance(self._chance.choice([0, 0, 0.0005, 0.002]))
         producer = self._chance.choice(self._producers)
         consumer = self._chance.choice(self.consumers)
+        loading = [c for c in self.consumers if c.is_loading]
         draw = self._chance.random()
-        if draw < 0.2:
+        if draw < 0.15:
             self._act(producer, producer.advance)
-        elif draw < 0.4:
-            self._act(producer, self._chance.choice(producer.movers).step)
-        elif draw < 0.6:
+        elif draw < 0.35:
+            self._move(producer)
+        elif draw < 0.5:
             self._act(consumer, consumer.advance)
-        elif draw < 0.85:
-            self._act(consumer, self._chance.choice(consumer.movers).step)
-        elif draw < 0.9:
-            consumer.runner.step()
-        elif draw < 0.95:
+        elif draw < 0.84:
+            self._act(consumer, consumer.runner.step)
+            self._move(consumer)
+        elif draw < 0.93:
             self._client(producer, consumer)
-        elif draw < 0.95 + self._fault_chance:
-            self._fault(producer, consumer)
+        elif draw < 0.93 + self._fault_chance:
+            self._fault(producer, self._chance.choice(loading or [consumer]))
 
     def _act(self, engine, action) -> None:
         if not engine.stands_still:
             action()
 
+    def _move(self, engine) -> None:
+        for mover in engine.movers:
+            if self._chance.random() < 0.7:
+                self._act(engine, mover.step)
+
     def _client(self, producer: ProducerEngine, consumer: ConsumerEngine) -> None:
         chance = self._chance
         if consumer.requests and chance.random() < 0.15:
-            request = chance.choice([r for r in consumer.requests if not r.is_gone] or [None])
-            if request is not None:
+            living = [r for r in consumer.requests if not r.is_gone]
+            living = [r for r in living if r.phase is Phase.LOADING] or living
+            if living:
+                request = chance.choice(living)
                 self.note(f"{consumer.name}: abort {request.request_id}, {request.phase.value}")
                 consumer.abort(request)
             return
@@ -169,7 +176,7 @@ class World:
                 return
         prompt, params = chance.choice(self._offers) if chance.random() < 0.3 else self._offers[-1]
         for _ in range(chance.choice([1, 1, 1, 4])):
-            self._ask(consumer, prompt, params)
+            self._ask(chance.choice([consumer, *self.consumers]), prompt, params)
 
     def _ask(self, consumer: ConsumerEngine, prompt: Prompt, params: dict) -> None:
         """An honest client, or one of the others."""
@@ -204,25 +211,39 @@ class World:
 
     def _fault(self, producer: ProducerEngine, consumer: ConsumerEngine) -> None:
         chance = self._chance
+        is_loading = consumer.is_loading
         until_s = self._true.now_s() + chance.choice([0.1, 0.5, 1.5])
-        kinds = ["pause producer", "pause consumer", "jump", "cut", "junk"] * 3
-        kind = chance.choice([*kinds, "restart producer", "restart consumer"])
+        kinds = [
+            "pause producer",
+            "pause consumer",
+            "absence",
+            "absence",
+            "jump",
+            "cut",
+            "junk",
+        ] * 3
+        rare = ["restart producer", "restart consumer"]
+        kind = chance.choice([*kinds, *rare, *(["freeze producer"] * (4 if is_loading else 1))])
         self.counts[kind] += 1
         self.note(kind)
         if kind == "pause producer":
             producer.pause(until_s)
         elif kind == "pause consumer":
             consumer.pause(until_s)
+        elif kind == "absence":
+            self._be_absent(producer, consumer)
         elif kind == "jump":
-            self._true.advance(chance.choice([0.05, 0.3, 1.2]))
+            self._true.advance(chance.choice([0.05, 0.3, 0.3, 1.2]))
         elif kind == "cut":
             ends = chance.choice(producer.links), chance.choice(consumer.links)
             self._fabric.cut(*(link.name for link in ends))
         elif kind == "junk":
             link = chance.choice([*producer.links, *consumer.links])
             self._fabric.send("stranger", link.name, chance.randbytes(chance.choice([0, 9, 200])))
-        elif kind == "restart producer":
-            self._stop(producer.links)
+        elif kind in ("restart producer", "freeze producer"):
+            if kind == "restart producer":
+                self._stop(producer.links)
+            self._weather.frozen.update(link.name for link in producer.links)
             self._gone.append(producer)
             self._listeners[producer.port] = self._start_producer(producer.port)
         else:
@@ -230,6 +251,16 @@ class World:
             self._gone.append(consumer)
             self.consumers.remove(consumer)
             self.consumers.append(self._start_consumer())
+
+    def _be_absent(self, producer: ProducerEngine, consumer: ConsumerEngine) -> None:
+        """A consumer does nothing for longer than a lease (it compiles), its reads go on, and the
+        producer uses the blocks again."""
+        consumer.pause(self._true.now_s() + self._settings.lease_s * 1.2)
+        while consumer.stands_still and not producer.stands_still:
+            self._true.advance(self._settings.lease_s / 10)
+            for mover in producer.movers:
+                mover.step()
+            producer.advance()
 
     def _stop(self, links) -> None:
         for link in links:
