@@ -24,10 +24,11 @@ class End:
 
     def __init__(self, link: Link):
         self.link = link
-        self.buffer = Buffer(MEMORY_BYTES)
+        self.buffer, self.private = Buffer(MEMORY_BYTES), Buffer(65536)
         self.events: list[Event] = []
         link.open()
         link.register(self.memory)
+        link.register(Range(self.private.address, self.private.length_bytes))
 
     @property
     def memory(self) -> Range:
@@ -155,13 +156,12 @@ class LinkSuite:
 
     def test_only_what_was_described_can_be_read(self, reader, peer):
         """Whoever reaches more than what was offered reads other users' text."""
-        half = Range(peer.buffer.address, MEMORY_BYTES // 2)
-        name = reader.link.connect(peer.link.describe([half]))
-        reader.link.table(name, [Stride(half.address, PIECE_BYTES, PIECE_BYTES, 10)])
+        name = reader.link.connect(peer.link.describe([peer.memory]))
+        reader.link.table(name, [Stride(peer.memory.address, PIECE_BYTES, PIECE_BYTES, 10)])
         with pytest.raises(IncompatibleError):
-            reader.link.table(name, [Stride(half.end, PIECE_BYTES, PIECE_BYTES, 10)])
+            reader.link.table(name, [Stride(peer.private.address, PIECE_BYTES, PIECE_BYTES, 10)])
         with pytest.raises(IncompatibleError):
-            reader.link.table(name, [Stride(half.end - 64, 128, 128, 1)])
+            reader.link.table(name, [Stride(peer.memory.end - 64, 65536 * 4, 65536 * 4, 1)])
 
     def test_only_registered_memory_can_be_a_target(self, reader):
         foreign = Buffer(4096)

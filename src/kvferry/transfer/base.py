@@ -107,7 +107,7 @@ class Link(Protocol):
         """Few, large ranges. They must stay mapped until `close`."""
 
     def describe(self, readable: Sequence[Range] = ()) -> bytes:
-        """How to reach this end, and these ranges of its registered memory."""
+        """How to reach this end, and these ranges, each exactly as it was registered."""
 
     def connect(self, description: bytes) -> str:
         """The peer's name. Idempotent. IncompatibleError for bytes that are no description,

@@ -1,0 +1,221 @@
+"""The real link: a NIXL agent (RDMA, NVLink, shared memory, TCP by what UCX finds).
+
+What NIXL does not do is done here or by those above: it has no deadlines and no way to call a read
+back; releasing a handle or removing a peer stops nothing (`base` says what follows from that). It
+does not notice that a peer is gone until it is used, so a peer that failed is removed and added
+again by whoever wants it. A name is used once: NIXL refuses another process under a known name.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from kvferry._nixl import DONE, Agent, Handle, NixlError
+from kvferry.clock import Clock
+from kvferry.errors import (
+    ClosedError,
+    ConfigError,
+    IncompatibleError,
+    InternalError,
+    UnavailableError,
+)
+from kvferry.transfer.base import (
+    MESSAGE_BYTES_MAX,
+    Ending,
+    Event,
+    Indices,
+    Message,
+    Range,
+    ReadEnded,
+    Stride,
+)
+
+POLL_S = 0.001
+NOT_THERE = "nixlNotFoundError"
+GONE = "nixlRemoteDisconnectError"
+NO_DESCRIPTION = ("nixlMismatchError", "nixlInvalidParamError", "nixlNotAllowedError")
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    peer: str | None
+    handle: Handle
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    peer: str
+    handle: Handle
+
+
+class NixlLink:
+    """See `base` and the module. Threads: the owner's, and one of NIXL's own.
+
+    `backends`: of NIXL. `memory_type`: "DRAM" or "VRAM".
+    """
+
+    def __init__(self, clock: Clock, backends: Sequence[str] = ("UCX",), memory_type: str = "DRAM"):
+        self._clock = clock
+        self._backends = tuple(backends)
+        self._memory_type = memory_type
+        self._name = ""
+        self._agent: Agent | None = None
+        self._registered: dict[Range, Handle] = {}
+        self._peers: dict[str, bytes] = {}
+        self._tables: dict[int, _Table] = {}
+        self._table_count = 0
+        self._reads: dict[int, _Read] = {}
+        self._read_count = 0
+        self._ended: list[Event] = []
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def open(self) -> None:
+        self._name = "kvferry-" + self._clock.random_bytes(12).hex()
+        try:
+            self._agent = Agent(self._name, self._backends, self._memory_type)
+        except NixlError as error:
+            raise ConfigError("nixl.open", f"NIXL does not start: {error}") from error
+
+    def close(self, timeout_s: float) -> bool:
+        """As the contract says. With reads out the agent is kept: what it has registered must not
+        be unmapped."""
+        if self._agent is None:
+            return True
+        end_s = self._clock.now_s() + timeout_s
+        while self._reads and self._clock.now_s() < end_s:
+            self._collect()
+            self._clock.sleep(POLL_S)
+        if self._reads:
+            return False
+        for table in list(self._tables):
+            self.drop_table(table)
+        for peer in list(self._peers):
+            self.disconnect(peer)
+        agent, self._agent = self._agent, None
+        for registration in self._registered.values():
+            agent.deregister(registration)
+        self._registered = {}
+        return True
+
+    def register(self, memory: Range) -> None:
+        try:
+            handle = self._open_agent().register(memory.address, memory.length_bytes)
+        except NixlError as error:
+            raise ConfigError(
+                "nixl.register",
+                f"{memory.length_bytes} bytes of {self._memory_type} cannot be registered: {error}",
+            ) from error
+        self._registered[memory] = handle
+
+    def describe(self, readable: Sequence[Range] = ()) -> bytes:
+        unknown = [memory for memory in readable if memory not in self._registered]
+        if unknown:
+            raise InternalError("link.describe", "a range that was not registered as it is")
+        return self._open_agent().describe([(m.address, m.length_bytes) for m in readable])
+
+    def connect(self, description: bytes) -> str:
+        agent = self._open_agent()
+        try:
+            peer = agent.add_peer(description)
+        except NixlError as error:
+            if error.name in NO_DESCRIPTION:
+                raise IncompatibleError("link.description", f"no description: {error}") from error
+            raise UnavailableError("link.connect", f"cannot reach a peer: {error}") from error
+        self._peers[peer] = description
+        return peer
+
+    def disconnect(self, peer: str) -> None:
+        agent = self._open_agent()
+        if any(read.peer == peer for read in self._reads.values()):
+            raise InternalError("link.disconnect", "a read from this peer is out", peer=peer)
+        for number in [n for n, table in self._tables.items() if table.peer == peer]:
+            self.drop_table(number)
+        if self._peers.pop(peer, None) is not None:
+            self._best_effort(agent.remove_peer, peer)
+
+    def table(self, peer: str | None, strides: Sequence[Stride]) -> int:
+        agent = self._open_agent()
+        if peer is not None and peer not in self._peers:
+            raise UnavailableError("link.peer", "this peer is not connected", peer=peer)
+        rows = [(s.address, s.piece_bytes, s.stride_bytes, s.count) for s in strides]
+        try:
+            handle = agent.table(peer or "", rows)
+        except NixlError as error:
+            if error.name == GONE:
+                raise UnavailableError("link.peer", f"the peer is gone: {error}") from error
+            raise IncompatibleError(
+                "link.range", f"memory that was not described: {error}", peer=peer
+            ) from error
+        self._table_count += 1
+        self._tables[self._table_count] = _Table(peer, handle)
+        return self._table_count
+
+    def drop_table(self, table: int) -> None:
+        found = self._tables.pop(table, None)
+        if found is not None and self._agent is not None:
+            self._best_effort(self._agent.drop_table, found.handle)
+
+    def post(
+        self, peer: str, target: int, target_indices: Indices, source: int, source_indices: Indices
+    ) -> int:
+        agent = self._open_agent()
+        self._read_count += 1
+        number = self._read_count
+        mine, theirs = self._tables.get(target), self._tables.get(source)
+        if mine is None or theirs is None or not target_indices:
+            self._ended.append(ReadEnded(number, Ending.REFUSED, "no such table, or nothing"))
+            return number
+        try:
+            handle = agent.make_read(mine.handle, target_indices, theirs.handle, source_indices)
+        except NixlError as error:
+            ending = Ending.LOST if error.name == GONE else Ending.REFUSED
+            self._ended.append(ReadEnded(number, ending, str(error)))
+            return number
+        self._reads[number] = _Read(peer, handle)
+        self._look(number, agent.begin)
+        return number
+
+    def notify(self, peer: str, content: bytes) -> bool:
+        agent = self._open_agent()
+        if peer not in self._peers or len(content) > MESSAGE_BYTES_MAX:
+            return False
+        return self._best_effort(agent.send, peer, content)
+
+    def poll(self) -> list[Event]:
+        agent = self._open_agent()
+        self._collect()
+        events, self._ended = self._ended, []
+        with suppress(NixlError):  # reads and messages to the peer in question fail as well
+            events += [Message(sender, content) for sender, content in agent.received()]
+        return events
+
+    def _collect(self) -> None:
+        for number in list(self._reads):
+            self._look(number, self._agent.state)
+
+    def _look(self, number: int, ask) -> None:
+        """Asks NIXL about a read that is out, and takes it in if it has ended."""
+        read, ending, reason = self._reads[number], Ending.DONE, ""
+        try:
+            if ask(read.handle) != DONE:
+                return
+        except NixlError as error:
+            ending, reason = Ending.LOST, str(error)
+        del self._reads[number]
+        self._best_effort(self._agent.drop_read, read.handle)
+        self._ended.append(ReadEnded(number, ending, reason))
+
+    def _best_effort(self, call, *arguments) -> bool:
+        try:
+            call(*arguments)
+        except NixlError:
+            return False
+        return True
+
+    def _open_agent(self) -> Agent:
+        if self._agent is None:
+            raise ClosedError("link.closed", "this end is not open")
+        return self._agent
