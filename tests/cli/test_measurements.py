@@ -120,7 +120,25 @@ def test_a_slow_disk_is_as_slow_as_it_is_said_to_be():
     assert [result.index for result in pages.poll()] == [0]
     clock.advance(1.0)
     assert [result.index for result in pages.poll()] == [1]
-    assert (pages.reads.pending_count, pages.reads.ended_bytes) == (0, 16384)
+    assert (pages.reads.pending_count, pages.reads.good_bytes) == (0, 16384)
+
+
+def test_a_slow_disk_does_not_make_anybody_wait_longer_than_it_takes():
+    clock = ManualClock()
+    waits = []
+
+    class Idle(EndsAtOnce):
+        def wait(self, timeout_s):
+            waits.append(timeout_s)
+            clock.advance(timeout_s)
+            return self.poll()
+
+    extent = Extent(None, PageGeometry(1, 4096, 16), None, 0, 1, 0)
+    pages = PacedPages(Idle(), clock, read_bytes_per_s=8192)
+    pages.submit_reads([extent])
+    assert pages.poll() == []
+    assert len(pages.wait(60.0)) == 1
+    assert waits == [1.0]
 
 
 def test_the_cause_of_an_engines_death_is_its_last_error(tmp_path):

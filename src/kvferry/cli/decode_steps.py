@@ -102,5 +102,4 @@ class DecodeSteps:
         )
 
     def _moved_bytes(self) -> int:
-        both = (way for pages in self._engine.pages for way in (pages.reads, pages.writes))
-        return sum(way.ended_bytes for way in both)
+        return sum(self._engine.traffic().values())

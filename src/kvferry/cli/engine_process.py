@@ -20,6 +20,7 @@ ANSWER_S = 300.0
 """For the longest call: the start of an engine on a machine where nothing is cached."""
 END_S = 30.0
 TAIL_BYTES = 4000
+ERRORS_MAX = 3
 
 
 class EngineProcess:
@@ -94,7 +95,9 @@ class EngineProcess:
 
 
 def cause(log: Path) -> str:
-    """The last error that a log names, or how it ends."""
+    """The last errors that a log names, or how it ends."""
     text = log.read_text(errors="replace")
     errors = re.findall(r"^(?:\S+ )*?((?:\w+\.)*\w*(?:Error|Exception): .+)$", text, re.M)
-    return errors[-1] if errors else f"the process is gone; its log ends:\n{text[-TAIL_BYTES:]}"
+    if errors:  # what follows the first one may be its consequence, or the better message
+        return "; ".join(dict.fromkeys(errors[-ERRORS_MAX:]))
+    return f"the process is gone; its log ends:\n{text[-TAIL_BYTES:]}"

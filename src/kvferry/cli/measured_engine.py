@@ -112,6 +112,13 @@ class MeasuredEngine:
                 found[":".join([name, *own.values()])] = value
         return found
 
+    def traffic(self) -> dict[str, int]:
+        """Bytes that kvferry has read and verified, and that it has written."""
+        return {
+            "read_bytes": sum(pages.reads.good_bytes for pages in self.pages),
+            "written_bytes": sum(pages.writes.good_bytes for pages in self.pages),
+        }
+
     def link(self) -> float:
         """Bytes per second of plain copies from pinned memory to the device."""
         is_gpu = torch.cuda.is_available()

@@ -1,23 +1,24 @@
 """A page store that is watched, and that may be as slow as another disk: for measurements."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvferry.clock import Clock
-from kvferry.pages.base import Extent, PageStore, Result
+from kvferry.pages.base import Extent, Outcome, PageStore, Result
 
 
 class Traffic:
     """One direction. `bytes_per_s`: of the disk to pretend, which does one thing after another;
-    None: none. The counts are of what is under way, and of what has ended."""
+    None: none. Counts what is under way, and the bytes that have arrived in good order."""
 
     def __init__(self, clock: Clock, bytes_per_s: float | None):
         self._clock = clock
         self._bytes_per_s = bytes_per_s
         self._busy_until_s = 0.0
         self.pending_count = 0
-        self.ended_bytes = 0
+        self.good_bytes = 0
 
     def begin(self, length_bytes: int) -> float:
         """When it is due."""
@@ -28,9 +29,10 @@ class Traffic:
         self._busy_until_s = begun_s + length_bytes / self._bytes_per_s
         return self._busy_until_s
 
-    def end(self, length_bytes: int) -> None:
+    def end(self, length_bytes: int, outcome: Outcome) -> None:
         self.pending_count -= 1
-        self.ended_bytes += length_bytes
+        if outcome is Outcome.OK:
+            self.good_bytes += length_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,10 @@ class PacedPages:
         return self._release(self._inner.poll())
 
     def wait(self, timeout_s: float) -> list[Result]:
-        return self._release(self._inner.wait(timeout_s))
+        """Until the first result is due, too."""
+        first_s = min((operation.due_s for operation, _ in self._held), default=math.inf)
+        left_s = max(first_s - self._clock.now_s(), 0.0)
+        return self._release(self._inner.wait(min(timeout_s, left_s)))
 
     def _begun(self, job: int, extents: Sequence[Extent], traffic: Traffic) -> int:
         for index, extent in enumerate(extents):
@@ -85,6 +90,6 @@ class PacedPages:
         self._held += [(self._under_way.pop((r.job, r.index)), r) for r in results]
         ready = [pair for pair in self._held if pair[0].due_s <= now_s]
         self._held = [pair for pair in self._held if pair[0].due_s > now_s]
-        for operation, _ in ready:
-            operation.traffic.end(operation.length_bytes)
+        for operation, result in ready:
+            operation.traffic.end(operation.length_bytes, result.outcome)
         return [result for _, result in ready]
