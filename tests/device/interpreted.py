@@ -6,8 +6,9 @@ this process only: those that tests start must not inherit that.
 
 import os
 import random
+from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -97,8 +98,8 @@ class LateDevice:
     def buffer(self, length_bytes: int) -> torch.Tensor:
         return torch.full((length_bytes,), 0xEE, dtype=torch.uint8)
 
-    def block_ids(self, blocks: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(blocks, dtype=torch.int64)
+    def slip(self, words: array) -> torch.Tensor:
+        return torch.frombuffer(words, dtype=torch.int64).clone()
 
     def pin(self, address: int, length_bytes: int) -> None:
         pass

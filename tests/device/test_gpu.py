@@ -3,6 +3,7 @@ are late by chance and whose kernels are interpreted; where there is one, on the
 memory and staging that host and GPU share."""
 
 import importlib.util
+from array import array
 
 import pytest
 
@@ -146,8 +147,8 @@ def test_a_job_that_fails_half_way_writes_nothing_after_it_has_failed():
     assert copier._gpu.is_ready(TIMEOUT_S)
     for index in range(4):
         rig.write_extent(index, ["old"])
-    batches = iter([device.block_ids([1, 2])])
-    device.block_ids = lambda blocks: next(batches)
+    slips = iter([device.slip(array("q", [1, 2]))])
+    device.slip = lambda words: next(slips)
     pieces = [Piece((index + 1,), rig.addresses[index]) for index in range(4)]
     with pytest.raises(RuntimeError):
         copier.submit_scatter(pieces)

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from kvferry.device.base import Piece
+from kvferry.device.base import Done, Piece
 from kvferry.device.host import HostCopier
 from kvferry.offload import build
 from kvferry.offload.store_jobs import StoreJobs
@@ -46,9 +46,10 @@ class SlowCopier(HostCopier):
         timer.start()
         return number
 
-    def poll(self) -> list[int]:
+    def poll(self) -> list[Done]:
         with self._begun:
-            return [self._late_jobs.pop(job, job) for job in super().poll()]
+            numbers = self._late_jobs
+            return [done._replace(job=numbers.pop(done.job, done.job)) for done in super().poll()]
 
     def finish(self, jobs: Iterable[int], timeout_s: float) -> bool:
         give_up_s = time.monotonic() + timeout_s
