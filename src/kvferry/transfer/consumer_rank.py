@@ -50,7 +50,7 @@ class ConsumerRank:
         self._clock = clock
         self._metrics = metrics
         self._link = link
-        self._peers = peers
+        self.peers = peers
         self._unloaders = unloaders
         self._staging = Staging(settings.staging_bytes, settings.slot_bytes)
         self._reads = Reads(settings, clock, metrics, link, peers, self._staging)
@@ -69,7 +69,7 @@ class ConsumerRank:
     def open(self) -> None:
         self._staging.open()
         self._link.register(self._reads.memory)
-        self._peers.open(self._reads.memory)
+        self.peers.open(self._reads.memory)
         self._claims.open()
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class ConsumerRank:
         moved = bool(self._plans)
         while self._plans:
             self._take_plan(self._plans.popleft())
-        moved = self._peers.step() or moved
+        moved = self.peers.step() or moved
         self._claims.step()
         self._reads.step()
         self._lay_out()
