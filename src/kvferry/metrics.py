@@ -78,10 +78,11 @@ class Metrics:
     def drain(self) -> Snapshot:
         """What was counted since the last drain, and the gauges that moved. Costs only what moved;
         empty if nothing did."""
+        if not self._pending:
+            return {}
         with self._lock:
             moved, self._pending = self._pending, {}
-            if moved:
-                self._drained = merge([self._drained, moved])
+            _add(self._drained, moved)
             return moved
 
 
@@ -89,11 +90,16 @@ def merge(snapshots: Iterable[Snapshot]) -> Snapshot:
     """One snapshot of several processes. Names that this version does not know are left out."""
     merged: Snapshot = {}
     for snapshot in snapshots:
-        for name in snapshot.keys() & METRICS.keys():
-            target = merged.setdefault(name, {})
-            for key, value in _copy_values(snapshot[name]).items():
-                target[key] = _sum(name, target[key], value) if key in target else value
+        _add(merged, snapshot)
     return merged
+
+
+def _add(total: Snapshot, snapshot: Snapshot) -> None:
+    for name, values in snapshot.items():
+        if name in METRICS:
+            target = total.setdefault(name, {})
+            for key, value in _copy_values(values).items():
+                target[key] = _sum(name, target[key], value) if key in target else value
 
 
 class Exporter:

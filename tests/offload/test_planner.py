@@ -27,7 +27,7 @@ def publish(bench: Bench, plan) -> None:
                 chunk.key,
                 chunk.parent,
                 chunk.chunk_index,
-                unpack(store.span.slots[index * 24 : index * 24 + 24]),
+                unpack(store.span.slots)[index],
                 0,
                 part.slice_count,
             )

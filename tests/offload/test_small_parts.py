@@ -2,11 +2,10 @@
 
 from kvferry.catalog.base import Slot
 from kvferry.layout import Address
-from kvferry.offload.base import SLOT
 from kvferry.offload.cost import PREFILL_TOKENS_MIN, PROBE_EVERY, CostModel
 from kvferry.offload.origin import Origins
 from kvferry.offload.quarantine import Quarantine
-from kvferry.offload.room import Demand, SlotPool, unpack
+from kvferry.offload.room import Demand, SlotPool, pack, unpack
 from kvferry.testing.clock import ManualClock
 from tests.offload.parts import make_part
 
@@ -15,26 +14,36 @@ def slots(count: int) -> list[Slot]:
     return [Slot(Address(1, number), bytes([number]) * 16) for number in range(count)]
 
 
-def taken(packed: bytes) -> list[Slot]:
-    return [unpack(packed[at : at + SLOT.size]) for at in range(0, len(packed), SLOT.size)]
-
-
 def test_slots_are_handed_out_once_oldest_first():
     pool = SlotPool()
-    pool.add(slots(3), sure_until_s=10.0)
+    pool.add(pack(slots(3)), sure_until_s=10.0)
     packed, until_s = pool.take(2, needed_until_s=5.0)
-    assert (taken(packed), until_s) == (slots(2), 10.0)
-    assert pool.drain() == slots(3)[2:]
+    assert (unpack(packed), until_s) == (slots(2), 10.0)
+    assert (len(pool), pool.take_used_count(), pool.take_used_count()) == (1, 2, 0)
+    assert unpack(pool.drain()) == slots(3)[2:]
+    assert len(pool) == 0
     assert pool.take(1, 0.0) is None
+
+
+def test_a_reservation_gives_no_more_than_it_has_and_the_next_one_goes_on():
+    pool = SlotPool()
+    pool.add(pack(slots(4)[:1]), sure_until_s=10.0)
+    pool.add(pack(slots(4)[1:]), sure_until_s=20.0)
+    found = [pool.take(2, needed_until_s=5.0) for _ in range(3)]
+    assert [unpack(packed) for packed, _ in found] == [slots(4)[:1], slots(4)[1:3], slots(4)[3:]]
+    assert [until_s for _, until_s in found] == [10.0, 20.0, 20.0]
+    assert (len(pool), pool.take_used_count()) == (0, 4)
 
 
 def test_a_slot_that_may_end_too_early_is_not_used():
     pool = SlotPool()
-    pool.add(slots(2), sure_until_s=10.0)
-    pool.add([Slot(Address(2, 0), b"n" * 16)], sure_until_s=20.0)
+    pool.add(pack(slots(3)), sure_until_s=10.0)
+    pool.add(pack([Slot(Address(2, 0), b"n" * 16)]), sure_until_s=20.0)
+    pool.take(1, needed_until_s=5.0)
     packed, until_s = pool.take(3, needed_until_s=10.5)
-    assert (taken(packed), until_s) == ([Slot(Address(2, 0), b"n" * 16)], 20.0)
+    assert (unpack(packed), until_s) == ([Slot(Address(2, 0), b"n" * 16)], 20.0)
     assert len(pool) == 0
+    assert unpack(pool.take_discarded()) == slots(3)[1:]
 
 
 def test_demand_covers_what_is_in_sight_and_what_is_in_grace():

@@ -8,7 +8,7 @@ chunk of tokens is a hit only if every part that needs it can serve it. All mess
 `msgspec.Struct`s, encoded with msgpack: nothing here is pickled by its own rules.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -221,6 +221,6 @@ class Step(msgspec.Struct, frozen=True):
     request_ids: Sequence[str]
     computed_tokens: Sequence[int]
     scheduled_tokens: Mapping[str, int]
-    preempted: frozenset[str]
-    new_blocks: frozenset[int]
+    preempted: Collection[str]
+    new_blocks: Collection[int]
     tables: Callable[[str], Sequence[Sequence[int]]]  # request -> block ids by group, now

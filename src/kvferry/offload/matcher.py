@@ -74,6 +74,9 @@ class Matcher:
         if record.answer is None:
             return 0
         answers = self._trusted(record)
+        for answer in answers:
+            if not answer.hits:
+                return 0
         limit = total_tokens if len(self._parts) == 1 else total_tokens - 1
         runs = [answer.runs for answer in answers]
         boundary = servable_boundary(self._parts, runs, computed_tokens, limit)
@@ -109,10 +112,9 @@ class Matcher:
             return False
         if state is TicketState.DONE:
             if record.answer is None:
-                record.answer, record.answer_version = record.ticket.value, -1
+                record.answer, record.answer_version = record.ticket.value, 0
                 record.answered_s = now_s
                 self._trusted(record)
-                self._touch(record.answer)
                 if record.chains:
                     self.adopt_keys(record)
         elif record.asked_count < ASKS_MAX:
@@ -150,11 +152,6 @@ class Matcher:
             self._metrics.count("kvferry_loads_declined_total", reason="cost")
             return False
         return True
-
-    def _touch(self, answers: tuple[PartAnswer, ...]) -> None:
-        for part, answer in zip(self._parts, answers, strict=True):
-            if answer.hits:
-                self._runner.submit(self._toucher(part, answer), self._config.store_deadline_s)
 
     def load(self, record: Record, tables: Sequence[Sequence[int]], external_tokens: int) -> Load:
         """The load of `external_tokens` after the request's local ones; uses up the answer."""
@@ -194,6 +191,9 @@ class Matcher:
         self._metrics.observe("kvferry_lookup_seconds", self._clock.now_s() - asked_s)
         if is_first:
             self._count(lookup.parts[0], answers[0])
+        for part, answer in zip(lookup.parts, answers, strict=True):
+            if answer.hits:
+                self._runner.submit(self._toucher(part, answer), self._config.store_deadline_s)
         return answers
 
     def _toucher(self, part: Part, answer: PartAnswer) -> Callable[[], None]:

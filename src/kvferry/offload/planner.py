@@ -17,15 +17,15 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kvferry.catalog.base import Catalog, Slot
+from kvferry.catalog.base import Catalog
 from kvferry.catalog.runner import Runner, Ticket, TicketState
 from kvferry.clock import Clock
 from kvferry.config import Config
 from kvferry.errors import IncompatibleError
 from kvferry.metrics import Metrics
 from kvferry.offload.agreement import Agreement
-from kvferry.offload.base import Load, Part, Plan, Report, Request, Step, Store
-from kvferry.offload.cost import CostModel
+from kvferry.offload.base import SLOT, Load, Part, Plan, Report, Request, Step, Store
+from kvferry.offload.cost import PREFILL_TOKENS_MIN, CostModel
 from kvferry.offload.due import Due
 from kvferry.offload.lookup import Hasher
 from kvferry.offload.matcher import Matcher
@@ -79,7 +79,6 @@ class Planner:
         self._config = config
         self._clock = clock
         self._metrics = metrics
-        self._catalog = catalog
         self._facts = facts
         self._runner = runner
         self._agreement = Agreement(rank_count, facts.store_id)
@@ -109,29 +108,30 @@ class Planner:
         self._admitted: dict[str, Sequence[Sequence[int]]] = {}
         self._late_stores: list[Store] = []
         self._must_drop = False
-        self._last_step: tuple[float, int] | None = None
+        self._last_prefill: tuple[float, int] | None = None
 
     # What the engine tells
 
     def on_new_request(self, request: Request) -> None:
         deadline_s = self._clock.now_s() + self._config.lookup_deadline_s
-        record = Record(request, deadline_s)
-        self._records[request.request_id] = record
+        record = Record(request.request_id, request, deadline_s)
+        self._records[record.request_id] = record
         if not request.is_cacheable:
             self._metrics.count("kvferry_lookups_total", outcome="skipped")
             record.next_boundary = NEVER_TOKENS
         elif self._agreement.parts:
             self._begin(record)
-        self._due.soon(request.request_id)
+        self._due.soon(record.request_id)
 
     def match(self, request_id: str, computed_tokens: int, total_tokens: int) -> int | None:
         """Tokens beyond `computed_tokens` that can be loaded; None: pending, ask again."""
         record = self._records.get(request_id)
         if record is None:
             return 0
-        self._evacuate(record)
+        if record.has_begun or not record.is_storable:
+            self._evacuate(record)
         found = self._matcher.match(record, computed_tokens, total_tokens)
-        return None if self._waits_for_slots(record) else found
+        return None if self._refills and self._waits_for_slots(record) else found
 
     def allocated(
         self, request_id: str, tables: Sequence[Sequence[int]], external_tokens: int
@@ -149,17 +149,13 @@ class Planner:
         """The plan of this step."""
         now_s = self._clock.now_s()
         token_count = sum(step.scheduled_tokens.values())
-        self._measure(token_count, now_s)
+        if self._last_prefill is not None or token_count >= PREFILL_TOKENS_MIN:
+            self._measure(token_count, now_s)
         if self._refills:
             self._collect_refills(now_s)
-        if step.new_blocks:
-            self._origins.allocated(step.new_blocks)
-        stores: list[Store] = []
-        due = self._due.take(step.scheduled_tokens)
-        for place in _places(step.request_ids, due):
-            record = self._records.get(step.request_ids[place])
-            if record is not None:
-                stores += self._look(record, step.computed_tokens[place], step, now_s)
+        self._origins.allocated(step.new_blocks)
+        due = self._due.take(step.scheduled_tokens, token_count)
+        stores = self._look_at(due, step, now_s) if due else []
         for request_id in step.preempted:
             if request_id in self._records:
                 self._evacuate(self._records[request_id])
@@ -169,6 +165,15 @@ class Planner:
             self._refill(now_s)
         return self._take_plan(step, stores)
 
+    def _look_at(self, due: set[str], step: Step, now_s: float) -> list[Store]:
+        stores: list[Store] = []
+        for place in _places(step.request_ids, due):
+            record = self._records.get(step.request_ids[place])
+            if record is not None:
+                stores += self._look(record, step.computed_tokens[place], step, now_s)
+        self._watch_pools()
+        return stores
+
     def finished(self, request_id: str, tables: Sequence[Sequence[int]] | None = None) -> None:
         """The request ended, for whatever reason. `tables`: its blocks, if it still has them."""
         record = self._records.pop(request_id, None)
@@ -176,17 +181,19 @@ class Planner:
             return
         self._due.forget(request_id)
         self._foresee(record, 0)
-        end = min(record.computed_tokens, len(record.request.tokens) - 1)
+        end = len(record.request.tokens) - 1
+        if not record.is_decoding:
+            end = min(end, record.computed_tokens)
         if tables is not None and record.is_storable and end >= record.next_boundary:
             self._store_late(record, tables, end)
         if not self._records:  # what follows is idleness, not prefill
-            self._last_step = None
+            self._last_prefill = None
 
     def _store_late(self, record: Record, tables: Sequence[Sequence[int]], end_tokens: int) -> None:
         self._matcher.adopt_keys(record)
         now_s = self._clock.now_s()
-        stores = self._stores.plan(record, tables, end_tokens, now_s)
-        self._late_stores += self._used(stores, now_s)
+        self._late_stores += self._stores.plan(record, tables, end_tokens, now_s)
+        self._watch_pools()
         self._stores.count_missed(record, end_tokens, now_s)
 
     def receive(self, report: Report) -> None:
@@ -221,7 +228,7 @@ class Planner:
         for record in self._records.values():
             record.lookup = record.ticket = record.answer = None
             record.chains = []
-            if record.computed_tokens or record.loaded_end:
+            if record.has_begun:
                 record.is_storable = False
                 self._look_soon(record)
         if self._agreement.parts:
@@ -285,10 +292,11 @@ class Planner:
         record.in_sight_tokens = tokens
 
     def _waits_for_slots(self, record: Record) -> bool:
-        """The first request of an idle engine finds no reserved slots. They come with the answer
-        of its lookup; what it computes before could not be stored later if it has a window."""
-        is_reserving = bool(self._refills) and not all(self._stores.pools)
-        return is_reserving and record.asked_count == 1 and self._clock.now_s() < record.deadline_s
+        """While slots are being reserved: the first request of an idle engine finds none. They come
+        with its lookup's answer; what it computes before could not be stored later if it has a
+        window."""
+        is_short = not all(self._stores.pools)
+        return is_short and record.asked_count == 1 and self._clock.now_s() < record.deadline_s
 
     def _revisit_loading(self) -> None:
         """Pages could not be loaded: who waits for them computes and stores them again."""
@@ -301,7 +309,7 @@ class Planner:
 
     def _evacuate(self, record: Record) -> None:
         """The request has no blocks: it was preempted, or has not begun."""
-        record.is_scheduled, record.is_storable = False, True
+        record.is_scheduled, record.is_storable, record.is_decoding = False, True, False
         self._look_soon(record)
         record.computed_tokens = record.loaded_end = 0
 
@@ -314,16 +322,25 @@ class Planner:
     def _look(self, record: Record, computed: int, step: Step, now_s: float) -> list[Store]:
         """At a request that is due."""
         end = record.computed_tokens = computed + step.scheduled_tokens[record.request_id]
-        is_complete = end >= record.next_boundary
-        stores = self._advance(record, computed, step, now_s) if is_complete else []
-        if record.next_boundary < NEVER_TOKENS:
+        token_count = len(record.request.tokens)
+        record.is_decoding = end >= token_count
+        stores: list[Store] = []
+        if end >= record.next_boundary:
+            stores = self._advance(record, computed, token_count, step, now_s)
+        if 0 < record.next_boundary <= min(end, token_count):  # no slot was left
+            self._due.wait(record.request_id)
+        elif record.next_boundary < NEVER_TOKENS:
             self._due.after(record.request_id, record.next_boundary - end)
         return stores
 
-    def _advance(self, record: Record, computed: int, step: Step, now_s: float) -> list[Store]:
+    def _advance(
+        self, record: Record, computed: int, token_count: int, step: Step, now_s: float
+    ) -> list[Store]:
         """Of a request that was just admitted, completes a chunk, or must be looked at in each
-        step (`next_boundary` 0)."""
-        end, tables = record.computed_tokens, step.tables(record.request_id)
+        step (`next_boundary` 0). `token_count`: known tokens."""
+        end, tables = record.computed_tokens, self._admitted.get(record.request_id)
+        if tables is None:
+            tables = step.tables(record.request_id)
         if not record.is_scheduled:
             record.is_scheduled = True
             self._note_origin(record, computed, tables)
@@ -333,25 +350,15 @@ class Planner:
         if not record.request.is_cacheable:
             record.next_boundary = NEVER_TOKENS
             return []
-        if not self._stores.has_slots:
-            return []
         if not record.chains:
             self._matcher.adopt_keys(record)
         if not record.chains:  # not hashed yet, or never: the catalog was away
             return []
-        known = min(end, len(record.request.tokens))
-        if known < record.next_boundary:
+        known_end = min(end, token_count)
+        if known_end < record.next_boundary:
             return []
-        stores = self._used(self._stores.plan(record, tables, known, now_s), now_s)
-        self._foresee(record, max(0, len(record.request.tokens) - record.next_boundary))
-        return stores
-
-    def _used(self, stores: list[Store], now_s: float) -> list[Store]:
-        for store in stores:
-            index = store.span.part_index
-            self._demands[index].used(len(store.span), now_s)
-            if len(self._stores.pools[index]) < self._refill_below[index]:
-                self._is_refill_due = True
+        stores = self._stores.plan(record, tables, known_end, now_s)
+        self._foresee(record, max(0, token_count - record.next_boundary))
         return stores
 
     def _note_origin(
@@ -367,9 +374,10 @@ class Planner:
     def _note_parked(self, step: Step) -> None:
         """Of requests that were admitted and compute nothing yet: they wait for a load. A load of
         ours on top of a foreign prefix does not make a prefix of ours."""
-        for request_id in self._admitted.keys() - step.scheduled_tokens.keys():
-            record, tables = self._records.get(request_id), self._admitted[request_id]
-            if record is not None and not record.is_scheduled:
+        for request_id, tables in self._admitted.items():
+            record = self._records.get(request_id)
+            is_parked = request_id not in step.scheduled_tokens
+            if is_parked and record is not None and not record.is_scheduled:
                 local_tokens = record.local_tokens
                 if not (record.loaded_end and self._origins.are_ours(tables, local_tokens)):
                     self._origins.disown(tables, local_tokens, NEVER_TOKENS)
@@ -389,11 +397,11 @@ class Planner:
         return plan
 
     def _measure(self, token_count: int, now_s: float) -> None:
-        """Prefill speed: tokens of the last step by the time until this one."""
-        if self._last_step is not None:
-            started_s, tokens = self._last_step
+        """Prefill speed: tokens of the last step, if it had many, by the time until this one."""
+        if self._last_prefill is not None:
+            started_s, tokens = self._last_prefill
             self._cost.saw_step(tokens, now_s - started_s)
-        self._last_step = (now_s, token_count)
+        self._last_prefill = (now_s, token_count) if token_count >= PREFILL_TOKENS_MIN else None
 
     # Reserved slots
 
@@ -405,6 +413,7 @@ class Planner:
         self._wanted_at_s = now_s
         for index, demand in enumerate(self._demands):
             pool, part = self._stores.pools[index], self._agreement.parts[index]
+            demand.used(pool.take_used_count(), now_s)
             wanted = demand.wanted_count(now_s, self._in_sight_tokens // part.chunk_tokens)
             pool.discard_before(now_s + self._config.store_deadline_s)
             have = len(pool)
@@ -415,7 +424,7 @@ class Planner:
                 continue
             lease_s = self._config.reservation_lease_s
             work = functools.partial(self._room.reserve, part, wanted - have, lease_s)
-            orphan = functools.partial(self._abort, part.namespace)
+            orphan = functools.partial(self._room.give_back, part.namespace)
             ticket = self._runner.submit(work, self._config.store_deadline_s, orphan)
             self._refills[index] = Refill(ticket, wanted - have, now_s + lease_s)
         pool_count = sum(len(pool) for pool in self._stores.pools)
@@ -427,23 +436,28 @@ class Planner:
             if state is TicketState.PENDING:
                 continue
             del self._refills[index]
-            slots = refill.ticket.value if state is TicketState.DONE else []
-            self._stores.pools[index].add(slots, refill.sure_until_s)
+            packed = refill.ticket.value if state is TicketState.DONE else b""
+            self._stores.pools[index].add(packed, refill.sure_until_s)
             self._is_refill_due = True
-            if len(slots) < refill.count:  # full, or the catalog is down: not at every step
+            if packed:
+                self._due.release()
+            count = len(packed) // SLOT.size
+            if count < refill.count:  # full, or the catalog is down: not at every step
                 self._refill_after_s = now_s + REFILL_PAUSE_S
 
     def _give_back_pools(self) -> None:
         for part, pool in zip(self._agreement.parts, self._stores.pools, strict=True):
             self._give_back(part, pool.drain())
 
-    def _give_back(self, part: Part, slots: list[Slot]) -> None:
-        if slots:
-            work = functools.partial(self._abort, part.namespace, slots)
+    def _give_back(self, part: Part, packed: bytes) -> None:
+        if packed:
+            work = functools.partial(self._room.give_back, part.namespace, packed)
             self._runner.submit(work, self._config.store_deadline_s)
 
-    def _abort(self, namespace: bytes, slots: list[Slot]) -> None:
-        self._catalog.abort(namespace, slots)
+    def _watch_pools(self) -> None:
+        for pool, refill_below in zip(self._stores.pools, self._refill_below, strict=True):
+            if len(pool) < refill_below:
+                self._is_refill_due = True
 
 
 def _places(request_ids: Sequence[str], due: set[str]) -> list[int]:

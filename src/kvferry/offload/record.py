@@ -39,11 +39,13 @@ class Record:
     load, or it was void. `answer`: its result without the keys that were in quarantine at
     `answer_version`. `deadline_s`: when the request stops waiting.
     `local_tokens`, `loaded_end`: what the engine had and where our load ended, at the last
-    admission. `computed_tokens`: KV that exists after the last planned step; 0 while preempted.
+    admission. `computed_tokens`: KV that existed after the step of the last look; 0 while
+    preempted. `is_decoding`: since that step all known tokens but the last have KV.
     `in_sight_tokens`: what the request may still store, as the demand for slots counts it.
     `is_storable` turns False when blocks of foreign origin are found below it: see `origin`.
     """
 
+    request_id: str
     request: Request
     deadline_s: float
     chains: list[Chain] = field(default_factory=list)
@@ -61,7 +63,9 @@ class Record:
     in_sight_tokens: int = 0
     is_storable: bool = True
     is_scheduled: bool = False
+    is_decoding: bool = False
 
     @property
-    def request_id(self) -> str:
-        return self.request.request_id
+    def has_begun(self) -> bool:
+        """Whether it has KV of ours or the engine's."""
+        return bool(self.computed_tokens or self.loaded_end)

@@ -7,7 +7,7 @@ deletes what was emptied.
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvferry.catalog.base import Catalog, Slot, Space
 from kvferry.errors import ExhaustedError
@@ -21,49 +21,69 @@ SEGMENTS_PER_CALL_MAX = 8
 
 
 class SlotPool:
-    """Reserved slots of one part, oldest first, each with the time until which it is surely ours.
-
-    One thread: the scheduler's.
-    """
+    """Reserved slots of one part, packed, by reservation and oldest first, each reservation with
+    the time until which it is surely ours. One thread: the scheduler's."""
 
     def __init__(self) -> None:
-        self._slots: deque[tuple[bytes, float]] = deque()
+        self._reservations: deque[tuple[bytes, float]] = deque()
+        self._taken_bytes = 0  # of the first one
         self._discarded: list[bytes] = []
+        self._count = 0
+        self._used_count = 0
 
     def __len__(self) -> int:
-        return len(self._slots)
+        return self._count
 
-    def add(self, slots: Sequence[Slot], sure_until_s: float) -> None:
-        self._slots.extend(
-            (SLOT.pack(*slot.address, slot.generation), sure_until_s) for slot in slots
-        )
+    def add(self, packed: bytes, sure_until_s: float) -> None:
+        """The slots of one reservation, as `pack` packs them."""
+        if packed:
+            self._reservations.append((packed, sure_until_s))
+            self._count += len(packed) // SLOT.size
 
     def take(self, count: int, needed_until_s: float) -> tuple[bytes, float] | None:
-        """Up to `count` slots, packed and concatenated, all ours until `needed_until_s` at least,
-        and the time until which the first to end is ours; None if there is none."""
-        if self._slots and self._slots[0][1] < needed_until_s:
+        """Up to `count` slots of one reservation, packed, and the time until which they are ours,
+        which is `needed_until_s` at least; None if there is none."""
+        if self._reservations and self._reservations[0][1] < needed_until_s:
             self.discard_before(needed_until_s)
-        if not self._slots:
+        if not self._reservations:
             return None
-        if count == 1:
-            return self._slots.popleft()
-        taken = [self._slots.popleft() for _ in range(min(count, len(self._slots)))]
-        return b"".join(packed for packed, _ in taken), min(until for _, until in taken)
+        packed, until_s = self._reservations[0]
+        start = self._taken_bytes
+        self._taken_bytes = start + count * SLOT.size
+        taken = packed[start : self._taken_bytes]
+        if self._taken_bytes >= len(packed):
+            self._drop_first()
+        taken_count = len(taken) // SLOT.size
+        self._count -= taken_count
+        self._used_count += taken_count
+        return taken, until_s
+
+    def take_used_count(self) -> int:
+        """How many slots were taken since the last call."""
+        used_count, self._used_count = self._used_count, 0
+        return used_count
 
     def discard_before(self, needed_until_s: float) -> None:
         """Sets slots aside that are ours for too short a time."""
-        while self._slots and self._slots[0][1] < needed_until_s:
-            self._discarded.append(self._slots.popleft()[0])
+        while self._reservations and self._reservations[0][1] < needed_until_s:
+            rest = self._reservations[0][0][self._taken_bytes :]
+            self._discarded.append(rest)
+            self._count -= len(rest) // SLOT.size
+            self._drop_first()
 
-    def take_discarded(self) -> list[Slot]:
-        """Slots set aside since the last call, to be given back."""
+    def take_discarded(self) -> bytes:
+        """Slots set aside since the last call, packed, to be given back."""
         discarded, self._discarded = self._discarded, []
-        return [unpack(packed) for packed in discarded]
+        return b"".join(discarded)
 
-    def drain(self) -> list[Slot]:
-        """All slots, to be given back."""
+    def drain(self) -> bytes:
+        """All slots, packed, to be given back."""
         self.discard_before(math.inf)
         return self.take_discarded()
+
+    def _drop_first(self) -> None:
+        self._reservations.popleft()
+        self._taken_bytes = 0
 
 
 class Demand:
@@ -88,9 +108,16 @@ class Demand:
         return min(self._count_max, ahead + in_sight_count)
 
 
-def unpack(packed: bytes) -> Slot:
-    segment, slot, generation = SLOT.unpack(packed)
-    return Slot(Address(segment, slot), generation)
+def pack(slots: Iterable[Slot]) -> bytes:
+    """24 bytes for each."""
+    return b"".join(SLOT.pack(*slot.address, slot.generation) for slot in slots)
+
+
+def unpack(packed: bytes) -> list[Slot]:
+    return [
+        Slot(Address(segment, slot), generation)
+        for segment, slot, generation in SLOT.iter_unpack(packed)
+    ]
 
 
 def space_of(part: Part, facts: StoreFacts) -> Space:
@@ -114,9 +141,9 @@ class Room:
         self._facts = facts
         self._metrics = metrics
 
-    def reserve(self, part: Part, count: int, lease_s: float) -> list[Slot]:
-        """Up to `count` slots, fewer if the store is full: what was evicted for the rest is free
-        after the grace time."""
+    def reserve(self, part: Part, count: int, lease_s: float) -> bytes:
+        """Up to `count` slots, packed; fewer if the store is full: what was evicted for the rest
+        is free after the grace time."""
         catalog, namespace = self._catalog, part.namespace
         catalog.attach(space_of(part, self._facts))
         slots = catalog.reserve(namespace, count, lease_s)
@@ -126,7 +153,11 @@ class Room:
             slots += catalog.reserve(namespace, count - len(slots), lease_s)
         if len(slots) < count:
             self.collect([(namespace, count - len(slots))])
-        return slots
+        return pack(slots)
+
+    def give_back(self, namespace: bytes, packed: bytes) -> None:
+        """Slots that were reserved and will not be used."""
+        self._catalog.abort(namespace, unpack(packed))
 
     def _grow(self, part: Part) -> bool:
         """Adds a segment; False if neither the budget nor the disk has room for one."""

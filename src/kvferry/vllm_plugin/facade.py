@@ -38,7 +38,12 @@ class Edge:
         """The result of `work`, or `otherwise` if it fails or we stand aside."""
         if self.is_aside:
             return otherwise
-        return self._attempt(work, arguments, otherwise)
+        try:
+            return work(*arguments)
+        except Exception as error:  # whatever it is, vLLM would die of it
+            self._note(error)
+            self.stand_aside(f"{type(error).__name__}: {error}")
+        return otherwise
 
     def stand_aside(self, reason: str) -> None:
         """Idempotent."""
@@ -47,16 +52,14 @@ class Edge:
         self.is_aside = True
         log.error("kvferry stands aside, the engine serves on without it: %s", reason)
         self._metrics.set("kvferry_standing_aside", 1)
-        self._attempt(self._settle, (), None)
-
-    def _attempt(self, work: Callable[..., T], arguments: tuple, otherwise: T) -> T:
         try:
-            return work(*arguments)
-        except Exception as error:  # whatever it is, vLLM would die of it
-            log.exception("an error of kvferry's own")
-            self._metrics.count("kvferry_internal_errors_total", where="facade")
-            self.stand_aside(f"{type(error).__name__}: {error}")
-        return otherwise
+            self._settle()
+        except Exception as error:  # the same
+            self._note(error)
+
+    def _note(self, error: Exception) -> None:
+        log.error("an error of kvferry's own", exc_info=error)
+        self._metrics.count("kvferry_internal_errors_total", where="facade")
 
 
 class SchedulerSide:
@@ -65,7 +68,7 @@ class SchedulerSide:
     def __init__(self, role: SchedulerRole, metrics: Metrics):
         self._role = role
         self._edge = Edge(metrics, role.close)
-        self._unsent: dict[str, tuple[int, ...]] = {}
+        self._unsent: dict[str, Any] = {}  # what was allocated for loads that no plan names yet
 
     def new_request(self, request: Any) -> None:
         self._edge.call(self._role.new_request, request, otherwise=None)
@@ -76,8 +79,7 @@ class SchedulerSide:
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
         if external_tokens:
-            groups = blocks.get_block_ids()
-            self._unsent[request.request_id] = tuple(id_ for group in groups for id_ in group)
+            self._unsent[request.request_id] = blocks
         self._edge.call(self._role.allocated, request, blocks, external_tokens, otherwise=None)
 
     def build(self, output: Any) -> StepMetadata:
@@ -86,7 +88,7 @@ class SchedulerSide:
         return StepMetadata(
             plan=plan,
             is_empty=output.total_num_scheduled_tokens == 0,
-            given_up=tuple(unsent.items()),
+            given_up=tuple((name, _flat(blocks)) for name, blocks in unsent.items()),
         )
 
     def update(self, output: Any) -> None:
@@ -106,13 +108,17 @@ class SchedulerSide:
     def close(self) -> None:
         self._edge.call(self._role.close, otherwise=None)
 
-    def _build(self, output: Any, unsent: dict[str, tuple[int, ...]]) -> bytes:
+    def _build(self, output: Any, unsent: dict[str, Any]) -> bytes:
         """The encoded plan. Takes from `unsent` what the plan loads; the rest nobody will."""
         plan = self._role.build(output)
         encoded = encode(plan)
         for load in plan.loads:
             unsent.pop(load.request_id, None)
         return encoded
+
+
+def _flat(blocks: Any) -> tuple[int, ...]:
+    return tuple(id_ for group in blocks.get_block_ids() for id_ in group)
 
 
 class WorkerSide:

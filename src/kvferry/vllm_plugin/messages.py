@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvferry.offload.base import Plan, Report
 
+_ENCODER = msgspec.msgpack.Encoder()
 _PLANS = msgspec.msgpack.Decoder(Plan)
 _REPORTS = msgspec.msgpack.Decoder(Report)
 
@@ -50,4 +51,4 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
 
 
 def encode(message: Plan | Report) -> bytes:
-    return msgspec.msgpack.encode(message)
+    return _ENCODER.encode(message)

@@ -31,45 +31,60 @@ class SchedulerRole:
 
     def match(self, request: Any, computed_tokens: int) -> int | None:
         """Tokens that can be loaded beyond `computed_tokens`; None: ask again."""
-        self._known_counts[request.request_id] = [
-            computed_tokens // tokens for tokens in self._group_block_tokens
-        ]
-        return self._planner.match(request.request_id, computed_tokens, request.num_tokens)
+        request_id = request.request_id
+        self._known_counts.pop(request_id, None)
+        if computed_tokens:
+            self._known_counts[request_id] = [
+                computed_tokens // tokens for tokens in self._group_block_tokens
+            ]
+        return self._planner.match(request_id, computed_tokens, request.num_tokens)
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
         """A waiting request was admitted, or a loaded one got the rest of its blocks."""
         request_id, tables = request.request_id, blocks.get_block_ids()
-        known_counts = self._known_counts.get(request_id, [0] * len(tables))
-        for table, known in zip(tables, known_counts, strict=True):
-            self._new_blocks.update(table[known:])
-        self._known_counts[request_id] = [len(table) for table in tables]
+        known_counts = self._known_counts.get(request_id)
+        if known_counts is None:
+            self._new_blocks.update(*tables)
+        else:
+            for table, known in zip(tables, known_counts, strict=True):
+                self._new_blocks.update(table[known:])
+        self._known_counts[request_id] = list(map(len, tables))
         self._tables.allocated(request_id, tables)
         self._planner.allocated(request_id, tables, external_tokens)
 
     def build(self, output: Any) -> Plan:
         """The plan of the step that vLLM's scheduler has just decided."""
         self._tables.begin_step(output)
-        cached = output.scheduled_cached_reqs
-        for request_id, groups in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if groups and request_id not in cached.resumed_req_ids:
-                self._new_blocks.update(*groups)
-        self._new_blocks.update(copy_targets(output))
-        self._new_blocks.discard(NULL_BLOCK)
-        new_blocks, self._new_blocks = frozenset(self._new_blocks), set()
-        new = output.scheduled_new_reqs
+        cached, new = output.scheduled_cached_reqs, output.scheduled_new_reqs
+        request_ids, computed_tokens = cached.req_ids, cached.num_computed_tokens
+        if new:
+            request_ids = [*request_ids, *(data.req_id for data in new)]
+            computed_tokens = [*computed_tokens, *(data.num_computed_tokens for data in new)]
         return self._planner.build(
             Step(
-                request_ids=[*cached.req_ids, *(data.req_id for data in new)],
-                computed_tokens=[
-                    *cached.num_computed_tokens,
-                    *(data.num_computed_tokens for data in new),
-                ],
+                request_ids=request_ids,
+                computed_tokens=computed_tokens,
                 scheduled_tokens=output.num_scheduled_tokens,
-                preempted=frozenset(output.preempted_req_ids or ()),
-                new_blocks=new_blocks,
+                preempted=output.preempted_req_ids or (),
+                new_blocks=self._take_new_blocks(output),
                 tables=self._tables.tables,
             )
         )
+
+    def _take_new_blocks(self, output: Any) -> set[int]:
+        """Blocks allocated since the last step. A resumed request's whole table is in the output:
+        what is new in it was told when it was admitted."""
+        new_blocks, self._new_blocks = self._new_blocks, set()
+        cached = output.scheduled_cached_reqs
+        tables = cached.new_block_ids
+        if cached.resumed_req_ids:
+            pairs = zip(cached.req_ids, tables, strict=True)
+            tables = [table for id_, table in pairs if id_ not in cached.resumed_req_ids]
+        for groups in filter(None, tables):
+            new_blocks.update(*groups)
+        new_blocks.update(copy_targets(output))
+        new_blocks.discard(NULL_BLOCK)
+        return new_blocks
 
     def receive(self, metadata: WorkerMetadata) -> None:
         for report in metadata.decode():
