@@ -118,7 +118,6 @@ class Planner:
         self._records[record.request_id] = record
         if not request.is_cacheable:
             self._metrics.count("kvferry_lookups_total", outcome="skipped")
-            record.next_boundary = NEVER_TOKENS
         elif self._agreement.parts:
             self._begin(record)
         self._due.soon(record.request_id)
