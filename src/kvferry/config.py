@@ -133,7 +133,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = None
     write_threads: Annotated[
         _Threads | None,
-        _process(description="Threads that write pages. Default: one for two cores, 2 to 8."),
+        _process(
+            description="Threads that write pages. Default: one for two cores, 2 (with direct I/O"
+            " 4) to 8."
+        ),
     ] = None
     copy_threads: Annotated[
         _Threads, _process(description="Threads that copy between engine memory and staging.")

@@ -27,6 +27,7 @@ from kvferry.errors import ConfigError, InternalError
 from kvferry.layout import PageGeometry
 from kvferry.pages import header
 from kvferry.pages.base import PageId
+from kvferry.pages.threads import read_threads, write_threads
 
 GIB = 1 << 30
 FIO_ENGINES = ("psync", "io_uring", "libaio")
@@ -98,7 +99,8 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """kvferry's own threads, `depth` of them, and one more block each to take up next."""
+    """kvferry's own threads, as many as an engine here has but at most `depth`; twice `depth`
+    blocks are out, so that none waits for its next one."""
 
     clock: Clock
     verifies: bool = True
@@ -114,7 +116,8 @@ class Pool:
     def run(self, plan: Plan, is_read: bool) -> Sample:
         memory = Memory(self.place_count(plan) * plan.block_bytes)
         descriptor = os.open(plan.path, os.O_RDWR | (os.O_DIRECT if plan.is_direct else 0))
-        pool = _native.IoPool(plan.depth, plan.depth)
+        writers = write_threads(is_direct=plan.is_direct)
+        pool = _native.IoPool(min(plan.depth, read_threads()), min(plan.depth, writers))
         try:
             return self._pass(plan, is_read, pool, _operations(plan, descriptor, memory.address))
         finally:

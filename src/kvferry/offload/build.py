@@ -7,7 +7,6 @@ that does not answer is none: the engine starts without it, and opening is tried
 import functools
 import hashlib
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +36,7 @@ from kvferry.pages.facts import Asked
 from kvferry.pages.open import open_url as open_pages
 from kvferry.pages.open import require_path
 from kvferry.pages.owner import StoreOwnership
+from kvferry.pages.threads import read_threads
 
 log = logging.getLogger(__name__)
 
@@ -126,17 +126,9 @@ def _open_pages(config: Config, clock: Clock, page_bytes: int) -> PageStore:
         clock,
         asked,
         direct_io=config.direct_io,
-        read_thread_count=_read_thread_count(config),
-        write_thread_count=config.write_threads or min(max(_core_count() // 2, 2), 8),
+        read_thread_count=config.read_threads,
+        write_thread_count=config.write_threads,
     )
-
-
-def _read_thread_count(config: Config) -> int:
-    return config.read_threads or min(max(_core_count() * 3 // 4, 4), 16)
-
-
-def _core_count() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 class _Tenure:
@@ -218,7 +210,7 @@ def open_jobs(
         for local, copier in zip(local_parts, copiers.by_part, strict=True)
     ]
     backends.pages.register(staging.address, staging.length_bytes)
-    reads_max = _read_thread_count(config) + READS_IN_LINE
+    reads_max = (config.read_threads or read_threads()) + READS_IN_LINE
     loads = LoadJobs(backends.pages, staging, clock, metrics, reads_max)
     stores = StoreJobs(backends.pages, staging, clock, metrics)
     mover = Mover(

@@ -20,8 +20,8 @@ def open_url(
     asked: Asked,
     *,
     direct_io: Literal["auto", "on", "off"] = "auto",
-    read_thread_count: int = 4,
-    write_thread_count: int = 2,
+    read_thread_count: int | None = None,
+    write_thread_count: int | None = None,
 ) -> PageStore:
     """The store that a URL names, open: `posix:///path`, or `memory:`, which is a new one each
     time. Raises ConfigError for any other, and what `PageStore.open` raises; there is no fallback

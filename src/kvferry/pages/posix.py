@@ -32,6 +32,7 @@ from kvferry.pages.buffers import Registered
 from kvferry.pages.descriptors import Descriptors, OpenFile
 from kvferry.pages.facts import Asked
 from kvferry.pages.segments import SUPERBLOCK, SegmentFiles
+from kvferry.pages.threads import read_threads, write_threads
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class _Batch:
 
 class PosixPages:
     """A `PageStore` in a folder. `direct_io` says after `open` whether the page cache is bypassed.
+    Threads: None for as many as suit this machine, see `threads`.
 
     `submit_*`, `poll` and `wait` belong to one thread, as the contract says.
     """
@@ -63,8 +65,8 @@ class PosixPages:
         asked: Asked,
         *,
         direct_io: Literal["auto", "on", "off"] = "auto",
-        read_thread_count: int = 4,
-        write_thread_count: int = 2,
+        read_thread_count: int | None = None,
+        write_thread_count: int | None = None,
         descriptor_max: int = _DESCRIPTOR_MAX,
     ):
         self.direct_io = False
@@ -72,7 +74,8 @@ class PosixPages:
         self._clock = clock
         self._segments = SegmentFiles(root, asked, clock, native_digest)
         self._direct_io_wanted = direct_io
-        self._thread_counts = (read_thread_count, write_thread_count)
+        self._read_thread_count = read_thread_count or read_threads()
+        self._write_thread_count = write_thread_count
         self._descriptor_max = descriptor_max
         self._registered = Registered()
         self._pool: IoPool | None = None
@@ -87,7 +90,8 @@ class PosixPages:
             self.direct_io = self._decide_direct_io()
             flags = os.O_RDWR | (os.O_DIRECT if self.direct_io else 0)
             self._descriptors = Descriptors(self._segments, flags, self._descriptor_max)
-            self._pool = IoPool(*self._thread_counts)
+            writers = self._write_thread_count or write_threads(is_direct=self.direct_io)
+            self._pool = IoPool(self._read_thread_count, writers)
             return facts
         return self._segments.facts
 
