@@ -36,6 +36,7 @@ class Weather:
         self._counts = counts
         self.paused: dict[str, float] = {}
         self.frozen: set[str] = set()
+        self.slow_readers: set[str] = set()
         self.is_calm = False
         self._loss = chance.choice([0.0, 0.05, 0.3])
         self._slowness = chance.choice([5, 5, 60])
@@ -46,7 +47,7 @@ class Weather:
         return not self.is_calm and self.paused.get(name, 0.0) > self._true.now_s()
 
     def read(self, reader: str, peer: str) -> Motion:
-        if self.stands_still(peer):
+        if self.stands_still(peer) or reader in self.slow_readers:
             return Motion.WAIT
         if self.is_calm:
             return Motion.END
@@ -56,6 +57,8 @@ class Weather:
         return motion
 
     def letters(self, sender: str, receiver: str) -> int | None:
+        if receiver in self.frozen:
+            return 0
         if self.stands_still(receiver):
             return None
         draw = self._chance.random()

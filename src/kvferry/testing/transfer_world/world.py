@@ -18,7 +18,7 @@ SECRET = b"0123456789abcdef"
 BLOCKS = 40
 PROMPT_TOKENS_MAX = 40
 REQUESTS_MAX = 6
-ROUNDS_MAX = 20_000
+ROUNDS_MAX = 3_000
 OFFERS_MAX = 8
 
 
@@ -253,14 +253,19 @@ class World:
             self.consumers.append(self._start_consumer())
 
     def _be_absent(self, producer: ProducerEngine, consumer: ConsumerEngine) -> None:
-        """A consumer does nothing for longer than a lease (it compiles), its reads go on, and the
-        producer uses the blocks again."""
-        consumer.pause(self._true.now_s() + self._settings.lease_s * 1.2)
-        while consumer.stands_still and not producer.stands_still:
+        """A consumer does nothing for longer than a lease (it compiles), its reads go on, slowly,
+        and the producer uses the blocks again."""
+        names = {link.name for link in consumer.links}
+        consumer.pause(self._true.now_s() + self._settings.lease_s * 1.4)
+        if self._chance.random() < 0.7:
+            self._weather.slow_readers |= names
+        for round_number in range(16):
+            if round_number == 13:
+                self._weather.slow_readers -= names
             self._true.advance(self._settings.lease_s / 10)
             for mover in producer.movers:
-                mover.step()
-            producer.advance()
+                self._act(producer, mover.step)
+            self._act(producer, producer.advance)
 
     def _stop(self, links) -> None:
         for link in links:
