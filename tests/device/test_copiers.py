@@ -4,9 +4,10 @@ import importlib.util
 
 import pytest
 
+from kvferry.pages import memory
 from kvferry.testing.clock import Chance
 from kvferry.testing.copier import ReferenceCopier
-from kvferry.testing.device import CopierSuite
+from kvferry.testing.device import CopierSuite, ProofSuite
 
 
 class TestReference(CopierSuite):
@@ -14,9 +15,11 @@ class TestReference(CopierSuite):
         return ReferenceCopier(rig.regions, rig.geometry)
 
 
-class TestUnhurriedReference(CopierSuite):
+class TestUnhurriedReference(CopierSuite, ProofSuite):
+    digest = staticmethod(memory.digest)
+
     def make(self, rig):
-        return ReferenceCopier(rig.regions, rig.geometry, Chance(1))
+        return ReferenceCopier(rig.regions, rig.geometry, Chance(1), self.digest)
 
 
 @pytest.mark.skipif(

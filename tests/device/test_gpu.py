@@ -7,7 +7,8 @@ from array import array
 
 import pytest
 
-from kvferry.testing.device import NESTINGS, TIMEOUT_S, CopierSuite, Rig, complete
+from kvferry.checksum import checksum_reference
+from kvferry.testing.device import NESTINGS, TIMEOUT_S, CopierSuite, ProofSuite, Rig, complete
 
 if not all(importlib.util.find_spec(name) for name in ("torch", "triton")):
     pytest.skip("needs torch and triton", allow_module_level=True)
@@ -31,12 +32,12 @@ class OnlyCopier(GpuCopier):
         self._gpu.close()
 
 
-def copier_over(rig: Rig, device) -> GpuCopier:
+def copier_over(rig: Rig, device, *, proves_pages: bool = False) -> GpuCopier:
     """A copier whose chunks hold two extents, opened and ready."""
     extent_bytes = len(rig.heads) * rig.geometry.slice_bytes
     buffer_bytes = 2 * CHUNKS_PER_LANE * PIECES_PER_CHUNK * extent_bytes
     gpu = Gpu(device, rig.staging.address, rig.staging.length_bytes, buffer_bytes)
-    copier = OnlyCopier(gpu, rig.regions, rig.geometry)
+    copier = OnlyCopier(gpu, rig.regions, rig.geometry, proves_pages=proves_pages)
     gpu.open([copier.warm_up])
     return copier
 
@@ -65,6 +66,14 @@ class TestBehindASlowEngine(TestInterpreted):
     test_layouts_and_degrees_read_one_another = None  # nothing to do with the engine, and slow
 
 
+@pytest.mark.skipif(HAS_GPU, reason="there is a real GPU, and kernels are not interpreted")
+class TestInterpretedProof(ProofSuite):
+    digest = staticmethod(checksum_reference)
+
+    def make(self, rig):
+        return copier_over(rig, LateDevice(), proves_pages=True)
+
+
 class SharedMemory(Cuda):
     """A GPU that reaches the rig's memory, which stands in for its own."""
 
@@ -83,9 +92,11 @@ class SharedMemory(Cuda):
 
 
 @pytest.mark.skipif(not HAS_GPU, reason="no GPU here")
-class TestGpu(CopierSuite):
+class TestGpu(CopierSuite, ProofSuite):
+    digest = staticmethod(checksum_reference)
+
     def make(self, rig):
-        return copier_over(rig, SharedMemory(rig))
+        return copier_over(rig, SharedMemory(rig), proves_pages=True)
 
     def engine_does(self, work):
         torch.cuda.current_stream().synchronize()

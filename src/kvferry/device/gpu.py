@@ -4,6 +4,9 @@ that buffer and pinned staging.
     gather    blocks -kernel-> chunk of the buffer -copy engine-> staging
     scatter   staging -copy engine-> chunk of the buffer -kernel-> blocks
 
+A second kernel computes the checksums of what is in a chunk: after a gather while it is copied out,
+before a scatter as a gate that a damaged piece does not pass. The host reads them when all is done.
+
 Each direction is a lane: a queue for kernels, one for copies, and a ring of chunks, so that the
 kernel of one batch runs while the bytes of another are copied. Everything is ordered on the device
 by marks in queues; the host only asks whether a mark was passed. The engine's own queue waits for
@@ -17,6 +20,7 @@ import contextlib
 import ctypes
 import itertools
 import threading
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,8 +29,8 @@ from typing import Any
 
 import torch
 
-from kvferry.device.base import SKIP, Piece
-from kvferry.device.kernels import BlockMover
+from kvferry.device.base import SKIP, Done, Piece
+from kvferry.device.kernels import BlockMover, SliceProver
 from kvferry.errors import ConfigError, UnavailableError
 from kvferry.layout import PageGeometry, Region
 
@@ -83,9 +87,10 @@ class Cuda:
     def buffer(self, length_bytes: int) -> torch.Tensor:
         return torch.zeros(length_bytes, dtype=torch.uint8, device=self.device)
 
-    def block_ids(self, blocks: Sequence[int]) -> torch.Tensor:
-        """In pinned memory, which kernels read in place. Reused once nobody refers to it."""
-        return torch.tensor(blocks, dtype=torch.int64).pin_memory()
+    def slip(self, words: array) -> torch.Tensor:
+        """8-byte words in pinned memory, which kernels read and write in place. Reused once nobody
+        refers to it."""
+        return torch.frombuffer(words, dtype=torch.int64).pin_memory()
 
     def pin(self, address: int, length_bytes: int) -> None:
         with torch.cuda.device(self.device):
@@ -119,11 +124,30 @@ class _Chunk:
 @dataclass(frozen=True, slots=True)
 class _Batch:
     """Pieces that go through one chunk, one after the other, by ascending staging address.
-    `block_ids` must live until the kernel has run."""
 
+    `indices`: their places in the job. `slip`: see `SliceProver`; it must live until the kernels
+    have run. `slice_count`: how many checksums it holds, 0 if nobody wants them.
+    """
+
+    indices: tuple[int, ...]
     addresses: tuple[int, ...]
-    block_ids: torch.Tensor
     block_count: int
+    slice_count: int
+    slip: torch.Tensor
+
+    @property
+    def block_ids(self) -> torch.Tensor:
+        return self.slip[2 * self.slice_count :]
+
+    def checksums(self) -> dict[int, tuple[int, ...]]:
+        """What the kernel has found, by place in the job. Once the batch is done."""
+        found = self.slip[: self.slice_count].view(torch.uint64).tolist()
+        heads = self.slice_count // len(self.indices)
+        return {
+            index: tuple(found[place * heads : (place + 1) * heads])
+            for place, index in enumerate(self.indices)
+            if heads
+        }
 
 
 @dataclass(slots=True, eq=False)
@@ -136,6 +160,14 @@ class _Job:
     batches: list[_Batch] = field(default_factory=list)
     blocks_free: Mark = None
     done: Mark = None
+
+    def result(self) -> Done:
+        """Once the last mark was passed."""
+        found = {i: sums for batch in self.batches for i, sums in batch.checksums().items()}
+        if self.is_gather:
+            return Done(self.number, checksums=tuple(found[i] for i in sorted(found)))
+        failed = (i for i, checksums in found.items() if checksums != self.pieces[i].checksums)
+        return Done(self.number, tuple(sorted(failed)))
 
 
 class _Lane:
@@ -240,12 +272,22 @@ class GpuCopier:
     does not fit into a chunk of the GPU's buffer.
     """
 
-    def __init__(self, gpu: Gpu, regions: Sequence[Region], geometry: PageGeometry):
+    def __init__(
+        self,
+        gpu: Gpu,
+        regions: Sequence[Region],
+        geometry: PageGeometry,
+        *,
+        proves_pages: bool = True,
+    ):
+        self.proves_pages = proves_pages
         self._gpu = gpu
         self._geometry = geometry
         self._block_bytes = sum(region.block_head_bytes for region in regions)
-        self._extent_bytes = regions[0].head_count * geometry.slice_bytes
+        self._head_count = regions[0].head_count
+        self._extent_bytes = self._head_count * geometry.slice_bytes
         self.mover = BlockMover(regions, geometry, gpu.cuda.device)
+        self.prover = SliceProver(self._head_count, geometry)
         self._numbers = itertools.count(1)
         self._held: deque[_Job] = deque()
         self._under_way: dict[bool, deque[_Job]] = {True: deque(), False: deque()}
@@ -263,13 +305,15 @@ class GpuCopier:
         """Nothing: the `Gpu` is opened by whoever made it."""
 
     def warm_up(self) -> None:
-        """Compiles both kernels: they move no block. Before any job starts."""
-        nothing = self._gpu.cuda.block_ids([SKIP])
+        """Compiles the kernels: they move no block. Before any job starts."""
+        checksums = (0,) * self._head_count if self.proves_pages else None
         for is_gather in (True, False):
-            move = partial(self.mover.move, is_gather, nothing, nothing.data_ptr(), 1)
-            kernels = self._gpu.lane(is_gather).kernels
-            kernels.put(move)
-            self._gpu.cuda.wait_for(kernels.mark())
+            lane = self._gpu.lane(is_gather)
+            batch = self._batch(is_gather, [(0, Piece((SKIP,), 0, checksums))])
+            chunk = lane.next_chunk(lane.kernels)
+            lane.kernels.put(partial(self._prove, batch, chunk, not is_gather))
+            lane.kernels.put(partial(self._move, batch, chunk, is_gather))
+            self._gpu.cuda.wait_for(lane.kernels.mark())
 
     def close(self) -> None:
         """Waits on the host for what was submitted. Idempotent."""
@@ -292,12 +336,15 @@ class GpuCopier:
         return self._submit(True, pieces)
 
     def submit_scatter(self, pieces: Sequence[Piece]) -> int:
+        for checksums in (piece.checksums for piece in pieces if piece.checksums is not None):
+            if not self.proves_pages or len(checksums) != self._head_count:
+                raise ValueError("no pages are proven here, or not all slices have a checksum")
         return self._submit(False, pieces)
 
-    def poll(self) -> list[int]:
+    def poll(self) -> list[Done]:
         self._start_held()
         with self._gpu.lock:
-            return [job.number for jobs in self._under_way.values() for job in self._done(jobs)]
+            return [job.result() for jobs in self._under_way.values() for job in self._done(jobs)]
 
     def finish(self, jobs: Iterable[int], timeout_s: float) -> bool:
         """Waits on the host only while staging is not pinned yet."""
@@ -348,7 +395,7 @@ class GpuCopier:
             lane.kernels.wait(engine_mark)
         is_complete = False
         try:
-            for batch in self._batches(job.pieces):
+            for batch in self._batches(job):
                 job.batches.append(batch)
                 if job.is_gather:
                     self._gather(job, lane, batch)
@@ -368,31 +415,56 @@ class GpuCopier:
         job.blocks_free = lane.kernels.mark()
         lane.copies.wait(job.blocks_free)
         lane.copies.put(partial(self._gpu.copy, batch, chunk, self._extent_bytes, True))
+        if batch.slice_count:
+            lane.kernels.put(partial(self._prove, batch, chunk, False))
+            lane.copies.wait(lane.kernels.mark())
         job.done = chunk.last_use = lane.copies.mark()
 
     def _scatter(self, job: _Job, lane: _Lane, batch: _Batch) -> None:
         chunk = lane.next_chunk(lane.copies)
         lane.copies.put(partial(self._gpu.copy, batch, chunk, self._extent_bytes, False))
         lane.kernels.wait(lane.copies.mark())
+        if batch.slice_count:
+            lane.kernels.put(partial(self._prove, batch, chunk, True))
         lane.kernels.put(partial(self._move, batch, chunk, False))
         job.done = job.blocks_free = chunk.last_use = lane.kernels.mark()
 
     def _move(self, batch: _Batch, chunk: _Chunk, is_gather: bool) -> None:
         self.mover.move(is_gather, batch.block_ids, chunk.memory.data_ptr(), batch.block_count)
 
-    def _batches(self, pieces: Sequence[Piece]) -> Iterator[_Batch]:
-        """Pieces of one number of blocks each, as many as a chunk holds."""
+    def _prove(self, batch: _Batch, chunk: _Chunk, is_gate: bool) -> None:
+        address = chunk.memory.data_ptr()
+        self.prover.prove(batch.slip, batch.slice_count, address, batch.block_count, is_gate)
+
+    def _batches(self, job: _Job) -> Iterator[_Batch]:
+        """As many pieces as a chunk holds, of one number of blocks, all to be proven or none."""
         capacity = self._gpu.chunk_bytes // self._extent_bytes
-        ordered = sorted(pieces, key=lambda piece: (len(piece.blocks), piece.staging_address))
-        for block_count, found in itertools.groupby(ordered, lambda piece: len(piece.blocks)):
+
+        def kind(place: tuple[int, Piece]) -> tuple[int, bool]:
+            return len(place[1].blocks), place[1].checksums is None
+
+        places = sorted(enumerate(job.pieces), key=lambda place: place[1].staging_address)
+        for _, found in itertools.groupby(sorted(places, key=kind), kind):
             group = list(found)
             for start in range(0, len(group), capacity):
-                batch = group[start : start + capacity]
-                yield _Batch(
-                    tuple(piece.staging_address for piece in batch),
-                    self._gpu.cuda.block_ids([id_ for piece in batch for id_ in piece.blocks]),
-                    block_count,
-                )
+                yield self._batch(job.is_gather, group[start : start + capacity])
+
+    def _batch(self, is_gather: bool, places: Sequence[tuple[int, Piece]]) -> _Batch:
+        """`places`: pieces with their places in the job."""
+        indices, pieces = zip(*places, strict=True)
+        checksums = [checksum for piece in pieces for checksum in piece.checksums or ()]
+        if is_gather and self.proves_pages:
+            checksums = [0] * (len(pieces) * self._head_count)
+        words = array("q", bytes(8 * len(checksums)))
+        words.frombytes(array("Q", checksums).tobytes())
+        words.extend(id_ for piece in pieces for id_ in piece.blocks)
+        return _Batch(
+            indices,
+            tuple(piece.staging_address for piece in pieces),
+            len(pieces[0].blocks),
+            len(checksums),
+            self._gpu.cuda.slip(words),
+        )
 
     def _done(self, jobs: deque[_Job]) -> Iterator[_Job]:
         """Those at the head whose last mark was passed: a lane keeps its order."""

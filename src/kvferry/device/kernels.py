@@ -1,10 +1,15 @@
-"""Gather and scatter as one Triton kernel: between the blocks of many layers and extents in a
-buffer of the device.
+"""Gather and scatter as one Triton kernel, between the blocks of many layers and extents in a
+buffer of the device; and a second one that computes the checksums of slices in that buffer.
 
-A program moves a tile of one block of one layer: rows are runs of contiguous bytes (a token of a
-head, or all of a head's tokens where they lie together), columns are words of a run. On the page's
-side the runs of a head follow each other; on the engine's side each has its own address. Bytes are
-moved as the widest words that every address allows, 16 bytes at a time where they are aligned so.
+A program of the first moves a tile of one block of one layer: rows are runs of contiguous bytes (a
+token of a head, or all of a head's tokens where they lie together), columns are words of a run. On
+the page's side the runs of a head follow each other; on the engine's side each has its own address.
+Bytes are moved as the widest words that every address allows, 16 bytes at a time where they are
+aligned so.
+
+A program of the second has a slice to itself, so that nothing has to be zeroed, added up by others
+or finished by the host. To a scatter it is a gate: a piece with a slice that is not what it should
+be loses its blocks, and the first kernel, next in the queue, finds nothing to do for it.
 
 Memory is named by addresses: the engine's tensors are regions here, as for any other copier.
 """
@@ -17,6 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kvferry.checksum import LANE_BYTES
+from kvferry.device.base import SKIP
 from kvferry.layout import HEADER_BYTES, PageGeometry, Region
 
 TILE_WORDS = 2048
@@ -24,6 +31,14 @@ WIDEST_WORD_BYTES = 8
 VECTOR_BYTES = 16
 WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 HEADER = tl.constexpr(HEADER_BYTES)
+VECTOR = tl.constexpr(VECTOR_BYTES)
+LEFT_OUT = tl.constexpr(SKIP)
+P1 = tl.constexpr(0x9E3779B185EBCA87)
+P2 = tl.constexpr(0xC2B2AE3D27D4EB4F)
+G = tl.constexpr(0x9E3779B97F4A7C15)
+LANE = tl.constexpr(LANE_BYTES)
+LANES_AT_ONCE = 32
+CHECKSUM_WARPS = 32
 
 
 @triton.jit(do_not_specialize=["buffer", "block_count"])
@@ -79,6 +94,49 @@ def move_blocks(
         tl.store(page_words, tl.load(engine_words, mask=is_there), mask=is_there)
     else:
         tl.store(engine_words, tl.load(page_words, mask=is_there), mask=is_there)
+
+
+@triton.jit
+def mix(x):
+    x = x ^ (x >> 32)
+    x = x * P2
+    return x ^ (x >> 29)
+
+
+@triton.jit(
+    do_not_specialize=["buffer", "slice_bytes", "heads", "lane_count", "block_count", "is_gate"]
+)
+def prove_slices(
+    slip, buffer, slice_bytes, heads, lane_count, block_count, is_gate, LANES: tl.constexpr
+):
+    """The checksum of docs/formats.md over `lane_count` lanes after the header of each slice;
+    slices lie `slice_bytes` apart from the address `buffer` on, `heads` of them for each piece.
+    Grid: (slices). `slip`, `is_gate`: see `SliceProver`. Arithmetic is unsigned, modulo 2^64."""
+    index = tl.program_id(0).to(tl.int64)
+    start = (buffer.to(tl.int64) + index * slice_bytes + HEADER).to(tl.pointer_type(tl.int64))
+    column = tl.arange(0, 64)
+    seed = ((column + 1).to(tl.uint64) * G)[None, :]
+    totals = tl.zeros([LANES], tl.uint64)
+    for first in range(0, lane_count, LANES):
+        lane = first + tl.arange(0, LANES)
+        words = start + tl.minimum(lane, lane_count - 1) * 512
+        words = tl.multiple_of(words, VECTOR)[:, None] + column[None, :]
+        state = tl.zeros([LANES, 64], tl.uint64) + seed
+        for row in tl.static_range(8):
+            word = tl.load(words + row * 64)
+            state = (state ^ word.to(tl.uint64, bitcast=True)) * P1
+            state = (state << 31) | (state >> 33)
+        mixed = mix(tl.sum(mix(state), axis=1) + (lane + 1).to(tl.uint64) * G)
+        totals += tl.where(lane < lane_count, mixed, 0)
+    length_bytes = (lane_count * LANE).to(tl.uint64)
+    found = mix(tl.sum(totals, axis=0) ^ length_bytes).to(tl.int64, bitcast=True)
+    slice_count = tl.num_programs(0)
+    tl.store(slip + index, found)
+    expected = tl.load(slip + slice_count + index)
+    if (is_gate != 0) & (found != expected):
+        blocks = slip + 2 * slice_count + (index // heads) * block_count
+        for place in range(block_count):
+            tl.store(blocks + place, LEFT_OUT)
 
 
 @dataclass(frozen=True)
@@ -172,3 +230,40 @@ class BlockMover:
             "TILES": row_tiles * triton.cdiv(run_words, columns),
             "ROW_TILES": row_tiles,
         }
+
+
+class SliceProver:
+    """Launches `prove_slices` for one cache group. As `BlockMover`: only enqueues."""
+
+    def __init__(self, head_count: int, geometry: PageGeometry):
+        self._head_count = head_count
+        self._slice_bytes = geometry.slice_bytes
+        self._lane_count = geometry.padded_payload_bytes // LANE_BYTES
+
+    def prove(
+        self,
+        slip: torch.Tensor,
+        slice_count: int,
+        buffer_address: int,
+        block_count: int,
+        is_gate: bool,
+    ) -> None:
+        """Checksums of slices whose extents lie one after the other from `buffer_address` on.
+        `is_gate`: a piece of which one differs loses its blocks. `slip`: int64 that the device
+        reads and writes, alive until the launch has run:
+
+            [0, slice_count)                the checksums that were found
+            [slice_count, 2 * slice_count)  for a gate, what they should be
+            from there on                   for a gate, `block_count` blocks for each piece
+        """
+        prove_slices[(slice_count,)](
+            slip,
+            buffer_address,
+            self._slice_bytes,
+            self._head_count,
+            self._lane_count,
+            block_count,
+            int(is_gate),
+            LANES=LANES_AT_ONCE,
+            num_warps=CHECKSUM_WARPS,
+        )

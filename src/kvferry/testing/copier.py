@@ -7,9 +7,9 @@ contract allows, and a caller that lets blocks be overwritten too early is found
 
 import ctypes
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from kvferry.device.base import Piece
+from kvferry.device.base import Done, Piece
 from kvferry.layout import HEADER_BYTES, PageGeometry, Region
 from kvferry.testing.clock import Chance
 
@@ -19,19 +19,26 @@ POLLS_MAX = 4
 class ReferenceCopier:
     """A `Copier`. See the module. `chance`: which jobs a poll does; None: all of them, in order.
 
+    `digest`: the checksum of a padded payload, with which it proves pages; None: it does not.
     `is_stuck`: while True nothing is copied, as if its threads were lost. One thread.
     """
 
     def __init__(
-        self, regions: Sequence[Region], geometry: PageGeometry, chance: Chance | None = None
+        self,
+        regions: Sequence[Region],
+        geometry: PageGeometry,
+        chance: Chance | None = None,
+        digest: Callable[[bytes], int] | None = None,
     ):
         self._regions = tuple(regions)
         self._geometry = geometry
         self._chance = chance
+        self._digest = digest
+        self.proves_pages = digest is not None
         self._job = 0
         self._waiting: dict[int, tuple[bool, tuple[Piece, ...]]] = {}
         self._polls: Counter[int] = Counter()
-        self._done: list[int] = []
+        self._done: list[Done] = []
         self.is_stuck = False
 
     def open(self) -> None:
@@ -54,9 +61,13 @@ class ReferenceCopier:
         return self._submit(True, pieces)
 
     def submit_scatter(self, pieces: Sequence[Piece]) -> int:
+        slices = self._regions[0].head_count
+        for checksums in (piece.checksums for piece in pieces if piece.checksums is not None):
+            if self._digest is None or len(checksums) != slices:
+                raise ValueError("no pages are proven here, or not all slices have a checksum")
         return self._submit(False, pieces)
 
-    def poll(self) -> list[int]:
+    def poll(self) -> list[Done]:
         if not self.is_stuck:
             for job in self._chosen():
                 self._do(job)
@@ -92,25 +103,45 @@ class ReferenceCopier:
     def _do(self, job: int) -> None:
         is_gather, pieces = self._waiting.pop(job)
         del self._polls[job]
-        for piece in pieces:
-            if is_gather:
-                self._clear(piece.staging_address)
-            for block_address, page_address, count in self._runs(piece):
-                source, target = block_address, page_address
-                if not is_gather:
-                    source, target = target, source
-                ctypes.memmove(target, source, count)
-        self._done.append(job)
+        if is_gather:
+            for piece in pieces:
+                self._gather(piece)
+            self._done.append(Done(job, checksums=self._gathered_checksums(pieces)))
+        else:
+            failed = tuple(i for i, piece in enumerate(pieces) if not self._scatter(piece))
+            self._done.append(Done(job, failed))
 
-    def _clear(self, address: int) -> None:
-        for head in range(self._regions[0].head_count):
-            start = address + head * self._geometry.slice_bytes + HEADER_BYTES
+    def _gather(self, piece: Piece) -> None:
+        for start in self._payloads(piece):
             ctypes.memset(start, 0, self._geometry.padded_payload_bytes)
+        for block_address, page_address, length_bytes in self._runs(piece):
+            ctypes.memmove(page_address, block_address, length_bytes)
+
+    def _scatter(self, piece: Piece) -> bool:
+        """False if the extent is damaged: then nothing of it is written."""
+        if piece.checksums is not None and self._checksums(piece) != piece.checksums:
+            return False
+        for block_address, page_address, length_bytes in self._runs(piece):
+            ctypes.memmove(block_address, page_address, length_bytes)
+        return True
+
+    def _gathered_checksums(self, pieces: Sequence[Piece]) -> tuple[tuple[int, ...], ...]:
+        return tuple(self._checksums(piece) for piece in pieces) if self.proves_pages else ()
+
+    def _checksums(self, piece: Piece) -> tuple[int, ...]:
+        length_bytes = self._geometry.padded_payload_bytes
+        starts = self._payloads(piece)
+        return tuple(self._digest(ctypes.string_at(start, length_bytes)) for start in starts)
+
+    def _payloads(self, piece: Piece) -> Iterator[int]:
+        """Where the payload of each slice begins."""
+        for head in range(self._regions[0].head_count):
+            yield piece.staging_address + head * self._geometry.slice_bytes + HEADER_BYTES
 
     def _runs(self, piece: Piece) -> Iterator[tuple[int, int, int]]:
         """Address in engine memory, address in the extent, bytes: of all that is not skipped."""
-        for head in range(self._regions[0].head_count):
-            page_address = piece.staging_address + head * self._geometry.slice_bytes + HEADER_BYTES
+        for head, payload in enumerate(self._payloads(piece)):
+            page_address = payload
             for region in self._regions:
                 for block in piece.blocks:
                     if block >= 0:

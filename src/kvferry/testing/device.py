@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from kvferry.clock import SystemClock
-from kvferry.device.base import SKIP, Copier, Piece
+from kvferry.device.base import SKIP, Copier, Done, Piece
 from kvferry.layout import HEADER_BYTES, PageGeometry, Region
 from kvferry.testing.staging import Buffer
 
@@ -37,6 +37,15 @@ NESTINGS = {
     "opaque blocks": Nesting(("block", "head", "token"), block_tokens=1, content_bytes=64),
     "gaps": Nesting(("block", "token", "head"), gap_bytes=24),
 }
+
+
+DAMAGED = {
+    "first word": (0, 0),
+    "last word of the payload": (0, 2 * CHUNK_BLOCKS * 64 - 1),
+    "padding": (0, 2 * CHUNK_BLOCKS * 64),
+    "last byte of the last slice": (1, 4096 - 1),
+}
+"""Slice, and byte after its header, of pages with two layers."""
 
 
 class Rig:
@@ -141,6 +150,11 @@ class Rig:
         length_bytes = self.geometry.padded_payload_bytes
         return [self.payload(names, head).ljust(length_bytes, b"\0") for head in self.heads]
 
+    def damage(self, index: int, slice_index: int, offset_bytes: int) -> None:
+        """Flips a bit after the header of a slice of an extent."""
+        _, start = self._payload_starts(index)[slice_index]
+        self.staging.view[start + offset_bytes] ^= 1
+
     def are_guards_intact(self) -> bool:
         guards = (m.view[start:][:GUARD_BYTES] for m in self.memory for start in (0, -GUARD_BYTES))
         return all(bytes(guard) == bytes(GUARD_BYTES) for guard in guards)
@@ -159,9 +173,9 @@ def content(name: str, layer: int, head: int) -> bytes:
     return hashlib.blake2b(f"{name} {layer} {head}".encode(), digest_size=64).digest()
 
 
-class CopierSuite:
-    """Conformance of a `Copier`. A subclass overrides `make`, and `engine_does` where the engine's
-    thread goes on before the device has done what it was given."""
+class OpenCopiers:
+    """What the suites share. A subclass of one overrides `make`, and `engine_does` where the
+    engine's thread goes on before the device has done what it was given."""
 
     def make(self, rig: Rig) -> Copier:
         """A copier over the rig's regions, not open."""
@@ -188,6 +202,10 @@ class CopierSuite:
             return copier
 
         return open_copier
+
+
+class CopierSuite(OpenCopiers):
+    """Conformance of a `Copier`, whether it proves pages or not."""
 
     @pytest.mark.parametrize("name", NESTINGS)
     def test_a_gather_is_in_canonical_order(self, copier_of, name):
@@ -267,7 +285,7 @@ class CopierSuite:
         assert len(set(jobs)) == 8
         assert copier.finish(jobs[3:5], TIMEOUT_S)
         assert copier.finish(jobs, TIMEOUT_S)
-        assert sorted(complete(copier, jobs)) == jobs
+        assert sorted(done.job for done in complete(copier, jobs)) == jobs
         assert copier.poll() == []
 
     def test_a_job_that_poll_returned_is_done(self, copier_of):
@@ -350,14 +368,96 @@ class CopierSuite:
             with pytest.raises(ValueError):
                 submit([many])
 
+    def test_checksums_that_it_cannot_verify_are_refused(self, copier_of):
+        """Bytes that nobody has verified would be another prompt's KV."""
+        rig = Rig(NESTINGS["opaque blocks"], range(2))
+        copier = copier_of(rig)
+        with pytest.raises(ValueError):
+            copier.submit_scatter([Piece((1, 2, 3), rig.addresses[0], (0,))])
+        if not copier.proves_pages:
+            with pytest.raises(ValueError):
+                copier.submit_scatter([Piece((1, 2, 3), rig.addresses[0], (0, 0))])
 
-def complete(copier: Copier, jobs: Iterable[int]) -> list[int]:
+
+class ProofSuite(OpenCopiers):
+    """What a `Copier` that proves pages does as well. `digest`, a static method: the checksum that
+    it computes."""
+
+    digest: Callable[[bytes], int]
+
+    def checksums(self, rig: Rig, index: int) -> tuple[int, ...]:
+        """What the slices of an extent should have as they are now."""
+        return tuple(map(self.digest, rig.payloads(index)))
+
+    def test_a_gather_gives_the_checksums_of_its_slices(self, copier_of):
+        rig = Rig(NESTINGS["opaque blocks"], range(2))
+        copier = copier_of(rig)
+        rig.write_blocks([1, 2, 3], ["a", "b", "c"])
+        blocks = {3: (2, 1), 0: (3, 1, 2), 2: (1, 2, 3)}
+        pieces = [Piece(blocks, rig.addresses[index]) for index, blocks in blocks.items()]
+        (done,) = complete(copier, [copier.submit_gather(pieces)])
+        assert done.checksums == tuple(self.checksums(rig, index) for index in blocks)
+
+    @pytest.mark.parametrize("place", DAMAGED)
+    def test_nothing_of_a_damaged_piece_is_scattered(self, copier_of, place):
+        rig = Rig(NESTINGS["opaque blocks"], range(2))
+        copier = copier_of(rig)
+        rig.write_blocks(range(BLOCK_COUNT), ["old"] * BLOCK_COUNT)
+        blocks = {2: (6, 7, 8), 1: (3, 4, 5), 0: (0, 1, 2)}
+        for index in blocks:
+            rig.write_extent(index, ["a", "b", "c"])
+        pieces = [Piece(blocks[i], rig.addresses[i], self.checksums(rig, i)) for i in blocks]
+        rig.damage(1, *DAMAGED[place])
+        (done,) = complete(copier, [copier.submit_scatter(pieces)])
+        assert done.failed == (1,)
+        for index, names in ((2, "abc"), (1, ["old"] * 3), (0, "abc")):
+            for block, name in zip(blocks[index], names, strict=True):
+                assert rig.read_block(block) == _expected(rig, name)
+
+    def test_blocks_that_are_skipped_are_verified(self, copier_of):
+        rig = Rig(NESTINGS["heads outside tokens"], range(2))
+        copier = copier_of(rig)
+        rig.write_blocks([3, 4, 5], ["old"] * 3)
+        rig.write_extent(0, ["a", "b", "c"])
+        rig.write_extent(1, ["a", "b", "c"])
+        pieces = [
+            Piece((SKIP, 3, 4), rig.addresses[0], self.checksums(rig, 0)),
+            Piece((SKIP, SKIP, 5), rig.addresses[1], self.checksums(rig, 1)),
+        ]
+        rig.damage(1, 0, 0)
+        (done,) = complete(copier, [copier.submit_scatter(pieces)])
+        assert done.failed == (1,)
+        for block, name in zip((3, 4, 5), ("b", "c", "old"), strict=True):
+            assert rig.read_block(block) == _expected(rig, name)
+
+    def test_pieces_of_one_job_are_proven_each_by_itself(self, copier_of):
+        """Also where some have been verified already, and some have fewer blocks."""
+        rig = Rig(NESTINGS["opaque blocks"], range(2))
+        copier = copier_of(rig)
+        rig.write_blocks([1, 2, 3, 4, 5, 6], ["old"] * 6)
+        for index in range(4):
+            rig.write_extent(index, ["a", "b", "c"])
+        good, bad = self.checksums(rig, 0), self.checksums(rig, 0)[::-1]
+        pieces = [
+            Piece((1,), rig.addresses[3], bad),
+            Piece((2,), rig.addresses[2], good),
+            Piece((3, 4), rig.addresses[1]),
+            Piece((5, 6), rig.addresses[0], bad),
+        ]
+        (done,) = complete(copier, [copier.submit_scatter(pieces)])
+        assert done.failed == (0, 3)
+        names = ("old", "a", "a", "b", "old", "old")
+        for block, name in zip(range(1, 7), names, strict=True):
+            assert rig.read_block(block)[0] == content(name, 0, 0)
+
+
+def complete(copier: Copier, jobs: Iterable[int]) -> list[Done]:
     """Polls until these jobs are done; all that was returned."""
     clock, waiting, returned = SystemClock(), set(jobs), []
     give_up_s = clock.now_s() + TIMEOUT_S
     while waiting:
         returned += copier.poll()
-        waiting.difference_update(returned)
+        waiting.difference_update(done.job for done in returned)
         assert not waiting or clock.now_s() < give_up_s, f"jobs that never end: {waiting}"
     return returned
 
