@@ -100,7 +100,7 @@ class GroupMemory:
         for at, content in self._cells(block, index, text):
             self._buffer.view[at : at + len(content)] = content
 
-    def holds(self, block: int, index: int, text: str, token_count: int) -> bool:
+    def holds(self, block: int, index: int, text: str, token_count: int = 1 << 40) -> bool:
         """Whether it is that, in its tokens before `token_count`. Opaque blocks as a whole."""
         return all(
             self._buffer.view[at : at + len(content)] == content

@@ -1,0 +1,470 @@
+"""One consumer rank and one producer rank over a link that does as told: what is read is used only
+if it is sure, and nothing is used again too early."""
+
+import pytest
+
+from kvferry.device.base import SKIP
+from kvferry.errors import IncompatibleError, UnavailableError
+from kvferry.testing.clock import ManualClock
+from kvferry.testing.copier import ReferenceCopier
+from kvferry.testing.kv_memory import EngineShape, GroupModel, engine_memory, rank_layouts
+from kvferry.testing.tally import Tally
+from kvferry.transfer.consumer_rank import ConsumerRank
+from kvferry.transfer.halves import ConsumerPlan, Finished, Hold, Load, ProducerPlan, Report, Watch
+from kvferry.transfer.handshake import Introduction, RankEnd
+from kvferry.transfer.memory import Fabric, MemoryLink, Motion
+from kvferry.transfer.mover import Mover
+from kvferry.transfer.params import Offer
+from kvferry.transfer.producer_rank import ProducerRank
+from kvferry.transfer.session import Peers
+from kvferry.transfer.settings import Settings
+from kvferry.transfer.unload import Unloaders
+
+SLOT = 4096
+SETTINGS = Settings(
+    secret=b"0123456789abcdef",
+    lease_s=10.0,
+    lease_total_s=100.0,
+    staging_bytes=4 * SLOT,
+    slot_bytes=SLOT,
+    quarantine_bytes_max=SLOT,
+    claim_deadline_s=5.0,
+    read_deadline_s=30.0,
+    rest_s=3.0,
+    redial_s=1.0,
+)
+MODELS = (GroupModel(("a", "b"), 2),)
+SHAPE = EngineShape(1, (4,), (1,), ("LBHN",), 16)
+TOKENS = 8
+
+
+class Script:
+    """Reads and letters do as told. `mute`: names whose letters are lost."""
+
+    def __init__(self):
+        self.motion = Motion.END
+        self.mute = set()
+
+    def read(self, reader, peer):
+        return self.motion
+
+    def letters(self, sender, receiver):
+        return 0 if sender in self.mute else 1
+
+
+class Rig:
+    """Both ranks, in step."""
+
+    def __init__(self):
+        self.clock, self.tally, self.script = ManualClock(), Tally(), Script()
+        self.fabric = Fabric(self.script)
+        self.answers = []  # of the dialer, before the honest one
+        self.source, self.target = engine_memory(MODELS, SHAPE), engine_memory(MODELS, SHAPE)
+        ((self.source_group,),), ((self.target_group,),) = self.source, self.target
+        self.start_producer()
+        self.copiers = []
+        self.link = MemoryLink(self.fabric, self.clock)
+        self.link.open()
+        layouts = rank_layouts(self.target)
+        unloaders = Unloaders(self.make_copier, 1 << 15)
+        self.peers = Peers(
+            SETTINGS, self.clock, self.tally, self.link, self, layouts[0], layouts, unloaders
+        )
+        self.rank = ConsumerRank(
+            SETTINGS, self.clock, self.tally, self.link, self.peers, unloaders, 0
+        )
+        self.rank.open()
+        self.mover = Mover(SETTINGS, self.clock, self.tally, self.link, self.rank)
+        self.dialled = []
+        self.report = Report()
+        self.finished = []
+
+    def start_producer(self):
+        self.boot = self.clock.random_bytes(16)
+        self.source_link = MemoryLink(self.fabric, self.clock)
+        self.source_link.open()
+        self.source_link.register(self.source_group.memory)
+        self.source_rank = ProducerRank(SETTINGS, self.clock, self.tally, self.source_link)
+        self.source_mover = Mover(
+            SETTINGS, self.clock, self.tally, self.source_link, self.source_rank
+        )
+
+    def make_copier(self, regions, geometry):
+        self.copiers.append(ReferenceCopier(regions, geometry))
+        return self.copiers[-1]
+
+    # The dialer
+
+    def submit(self, offer):
+        self.dialled.append(offer)
+
+    def poll(self):
+        dialled, self.dialled = self.dialled, []
+        return [(offer.boot, self.answer(offer)) for offer in dialled]
+
+    def answer(self, offer):
+        if self.answers:
+            return self.answers.pop(0)
+        if offer.boot != self.boot:
+            return UnavailableError("transfer.boot", "another one")
+        (layout,) = rank_layouts(self.source)
+        description = self.source_link.describe([self.source_group.memory])
+        return Introduction(self.boot, (RankEnd(layout, description),))
+
+    # Both engines
+
+    def hold(self, name="text", blocks=(3, 4)):
+        """A prefill is done there; what its client carries."""
+        for index, block in enumerate(blocks):
+            self.source_group.write(block, index, name)
+        offer = Offer(
+            self.clock.random_bytes(16), self.boot, "host", 1, b"n" * 32, b"k" * 32, TOKENS
+        )
+        hold = Hold(name, offer.transfer, self.clock.random_bytes(16), TOKENS, (tuple(blocks),))
+        self.source_rank.begin(ProducerPlan((hold,)))
+        return offer
+
+    def plan(self, watches=(), loads=(), drops=()):
+        self.rank.begin(ConsumerPlan(tuple(watches), tuple(loads), tuple(drops)))
+
+    def load(self, request_id, blocks):
+        for block in blocks:
+            self.target_group.spoil(block)
+        self.plan(loads=[Load(request_id, (tuple(blocks),), 0, TOKENS)])
+
+    def rounds(self, count=10, step_s=0.001):
+        for _ in range(count):
+            self.clock.advance(step_s)
+            self.source_mover.step()
+            self.rank.begin(ConsumerPlan())
+            self.mover.step()
+            self.collect()
+
+    def collect(self):
+        finished = self.rank.collect()
+        if finished != Finished():
+            self.finished.append(finished)
+        self.report = self.report.merge(self.rank.report())
+
+    def granted(self, request_id="r", **hold):
+        """An offer that this request has granted."""
+        offer = self.hold(**hold)
+        self.plan(watches=[Watch(request_id, offer)])
+        self.rounds()
+        assert request_id in self.report.granted
+        return offer
+
+    def outcome(self, request_id):
+        """True: loaded, False: failed, None: neither yet."""
+        found = [f for f in self.finished if request_id in f.done]
+        assert len(found) <= 1
+        return request_id not in found[0].failed if found else None
+
+    def holds(self, blocks, name="text"):
+        return all(self.target_group.holds(b, i, name) for i, b in enumerate(blocks))
+
+
+@pytest.fixture
+def rig():
+    return Rig()
+
+
+def test_a_load_brings_the_bytes_and_lets_the_producer_go_on(rig):
+    rig.granted()
+    rig.load("r", (1, 2))
+    rig.rounds()
+    assert rig.outcome("r") and rig.holds((1, 2))
+    rig.rounds(5, step_s=0.1)
+    assert rig.source_rank.take_ended() == {"text"}
+    assert rig.rank.is_idle
+
+
+def test_a_part_is_loaded_behind_what_is_there(rig):
+    rig.granted()
+    rig.target_group.write(1, 0, "mine")
+    rig.plan(loads=[Load("r", ((SKIP, 2),), 4, TOKENS)])
+    rig.rounds()
+    assert rig.outcome("r")
+    assert rig.target_group.holds(1, 0, "mine") and rig.target_group.holds(2, 1, "text")
+
+
+def test_staging_of_a_read_that_was_given_up_is_nobody_elses(rig):
+    """It is still being written to: bytes of one request would become those of another."""
+    rig.granted()
+    rig.script.motion = Motion.WAIT
+    rig.load("r", (1, 2))
+    rig.rounds()
+    rig.plan(drops=["r"])
+    rig.rounds()
+    assert rig.outcome("r") is False
+    assert rig.rank.taken_count == rig.rank.out_count == 1
+    rig.granted("s", name="other", blocks=(5, 6))
+    rig.load("s", (7, 8))
+    rig.rounds(3)
+    assert rig.rank.taken_count == rig.rank.out_count == 2
+    rig.script.motion = Motion.END
+    rig.rounds()
+    assert rig.outcome("s") and rig.holds((7, 8), "other")
+    rig.rounds(5, step_s=0.1)
+    assert rig.rank.is_idle and rig.rank.taken_count == 0
+
+
+def test_with_too_much_in_quarantine_nothing_begins(rig):
+    for name in ("r", "s"):
+        rig.granted(name, name=name, blocks=(3, 4))
+    rig.script.motion = Motion.WAIT
+    for name, blocks in (("r", (1, 2)), ("s", (5, 6))):
+        rig.load(name, blocks)
+        rig.rounds()
+        rig.plan(drops=[name])
+        rig.rounds()
+    assert rig.report.is_full
+    rig.script.motion = Motion.WAIT
+    rig.granted("t", name="t")
+    rig.load("t", (7, 8))
+    rig.rounds()
+    assert rig.outcome("t") is False
+    rig.report = Report()
+    rig.script.motion = Motion.END
+    rig.rounds()
+    assert not rig.rank.report().is_full
+    assert rig.tally["loads_total.quarantine"] == 1
+
+
+def test_blocks_are_the_loads_while_they_are_being_written(rig):
+    """Reported earlier they would be another request's while the copier is at them."""
+    rig.granted()
+    rig.load("r", (1, 2))
+    for copier in rig.copiers:
+        copier.is_stuck = True
+    gatherer, scatterer = rig.copiers
+    gatherer.is_stuck = False
+    rig.rounds()
+    rig.plan(drops=["r"])
+    rig.rounds(3, step_s=20.0)
+    assert rig.outcome("r") is None
+    scatterer.is_stuck = False
+    rig.rounds()
+    assert rig.outcome("r") is False
+
+
+def test_a_load_that_failed_while_it_was_gathered_is_not_scattered(rig):
+    rig.granted()
+    gatherer, _ = rig.copiers
+    gatherer.is_stuck = True
+    rig.load("r", (1, 2))
+    rig.rounds()
+    rig.plan(drops=["r"])
+    rig.rounds()
+    gatherer.is_stuck = False
+    rig.rounds()
+    assert rig.outcome("r") is False
+    assert not rig.target_group.holds(1, 0, "text")
+
+
+def test_the_deadline_holds_whatever_the_link_does(rig):
+    rig.granted()
+    rig.script.motion = Motion.WAIT
+    rig.load("r", (1, 2))
+    rig.rounds()
+    rig.clock.advance(SETTINGS.read_deadline_s + 1)
+    rig.collect()  # the mover hangs: the engine's thread alone must see it
+    assert rig.outcome("r") is False
+
+
+def test_after_a_loss_staging_rests_and_the_peer_is_met_again(rig):
+    rig.granted()
+    rig.script.motion = Motion.LOSE
+    rig.load("r", (1, 2))
+    rig.rounds()
+    assert rig.outcome("r") is False
+    assert rig.rank.taken_count == 1
+    rig.script.motion = Motion.END
+    rig.rounds(10, step_s=0.2)
+    rig.granted("s", name="other", blocks=(5, 6))
+    rig.load("s", (7, 8))
+    rig.rounds()
+    assert rig.outcome("s") and rig.holds((7, 8), "other")
+    rig.rounds(10, step_s=0.5)
+    assert rig.rank.taken_count == 0
+
+
+def late_read(rig):
+    """A read that ends after everything that this side knows of the lease."""
+    rig.granted()
+    rig.script.motion = Motion.WAIT
+    rig.load("r", (1, 2))
+    rig.rounds()
+    rig.script.mute = {rig.source_link.name}
+    rig.rounds(6, step_s=2.0)
+    rig.script.motion = Motion.END
+    rig.rounds(1)
+    assert rig.outcome("r") is None
+    assert rig.tally["confirmations_total.asked"] == 1
+
+
+def test_a_late_read_counts_if_the_producer_still_holds_it(rig):
+    late_read(rig)
+    rig.script.mute = set()
+    rig.rounds()
+    assert rig.outcome("r") and rig.holds((1, 2))
+
+
+def test_a_late_read_fails_if_the_producer_does_not_hold_it_any_more(rig):
+    """The hole through which requests were answered with other users' text."""
+    late_read(rig)
+    rig.script.mute |= {rig.link.name}
+    rig.rounds(12, step_s=1.0)
+    assert rig.source_rank.take_ended() == {"text"}
+    rig.script.mute = set()
+    rig.rounds()
+    assert rig.outcome("r") is False
+    assert not rig.target_group.holds(1, 0, "text")
+    assert rig.tally["late_reads_total"] == 1
+
+
+def test_an_answer_from_before_the_end_of_the_read_confirms_nothing(rig):
+    rig.granted()
+    rig.script.motion = Motion.WAIT
+    rig.load("r", (1, 2))
+    rig.rounds()
+    rig.script.mute = {rig.source_link.name}
+    rig.rounds(6, step_s=2.0)
+    rig.script.mute = set()
+    rig.source_mover.step()
+    rig.script.mute = {rig.link.name, rig.source_link.name}
+    rig.script.motion = Motion.END
+    rig.rounds(3)
+    assert rig.outcome("r") is None
+
+
+def test_siblings_share_a_transfer_and_the_last_one_lets_go(rig):
+    offer = rig.granted("r 0")
+    rig.plan(watches=[Watch("r 1", offer)])
+    rig.load("r 0", (1, 2))
+    rig.rounds(10, step_s=0.1)
+    assert rig.outcome("r 0")
+    assert rig.source_rank.take_ended() == set()
+    rig.load("r 1", (5, 6))
+    rig.rounds(10, step_s=0.1)
+    assert rig.outcome("r 1") and rig.holds((5, 6))
+    assert rig.source_rank.take_ended() == {"text"}
+
+
+def test_a_transfer_is_used_once(rig):
+    offer = rig.granted()
+    rig.load("r", (1, 2))
+    rig.rounds(10, step_s=0.1)
+    rig.plan(watches=[Watch("again", offer)])
+    rig.rounds()
+    assert ("again", "over") in rig.report.refused
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (UnavailableError("transfer.dial", "nobody"), "unreachable"),
+        (IncompatibleError("transfer.fields", "kv_dtype"), "foreign"),
+    ],
+)
+def test_who_cannot_be_met_is_refused_at_once(rig, answer, reason):
+    rig.answers = [answer]
+    rig.plan(watches=[Watch("r", rig.hold())])
+    rig.rounds()
+    assert rig.report.refused == (("r", reason),)
+
+
+def test_one_failure_is_not_for_ever(rig):
+    rig.answers = [UnavailableError("transfer.dial", "nobody")]
+    rig.plan(watches=[Watch("r", rig.hold())])
+    rig.rounds(10, step_s=0.2)
+    rig.granted("s", name="other")
+
+
+def test_who_answers_at_an_address_is_the_only_one_there(rig):
+    """The old boot's requests fail over at once; its state does not pile up."""
+    rig.granted("old")
+    rig.source_link.close(0.0)
+    rig.start_producer()
+    rig.granted("new", name="other")
+    assert ("old", "restarted") in rig.report.refused or rig.rank._claims.of("old").refusal
+    rig.rounds(5, step_s=0.1)
+    assert [peer.boot for peer in rig.peers] == [rig.boot]
+
+
+def test_a_stale_offer_does_not_retire_who_is_there(rig):
+    rig.granted("r")
+    stale = Offer(b"s" * 16, b"o" * 16, "host", 1, b"n" * 32, b"k" * 32, TOKENS)
+    rig.plan(watches=[Watch("stale", stale)])
+    rig.rounds()
+    assert ("stale", "unreachable") in rig.report.refused
+    rig.load("r", (1, 2))
+    rig.rounds()
+    assert rig.outcome("r")
+
+
+def test_peers_that_nobody_wants_are_forgotten(rig):
+    rig.granted()
+    rig.plan(drops=["r"])
+    rig.rounds(5, step_s=0.2)
+    rig.clock.advance(SETTINGS.peer_idle_s)
+    rig.rounds(3)
+    assert list(rig.peers) == []
+
+
+class Broken:
+    """A link whose transport is at its end."""
+
+    def __init__(self, link):
+        self._link = link
+
+    def poll(self):
+        raise RuntimeError("what nobody expected")
+
+    def __getattr__(self, name):
+        return getattr(self._link, name)
+
+
+def run_broken(rig, link, rank):
+    mover = Mover(SETTINGS, rig.clock, rig.tally, Broken(link), rank)
+    mover._run()
+    assert mover.has_failed
+
+
+def test_when_the_mover_stands_aside_every_load_ends(rig):
+    """Requests that wait for a thread that is gone would wait for ever."""
+    rig.granted()
+    offer = rig.hold("other", (5, 6))
+    rig.script.motion = Motion.WAIT
+    rig.load("r", (1, 2))
+    rig.rounds()
+    run_broken(rig, rig.link, rig.rank)
+    rig.collect()
+    assert rig.outcome("r") is False
+    rig.plan(watches=[Watch("s", offer)])
+    rig.load("t", (7, 8))
+    rig.collect()
+    assert ("s", "internal") in rig.report.refused
+    assert rig.outcome("t") is False
+
+
+def test_when_the_producers_mover_stands_aside_leases_still_end(rig):
+    rig.hold("a")
+    rig.source_mover.step()
+    run_broken(rig, rig.source_link, rig.source_rank)
+    rig.hold("b")
+    assert rig.source_rank.take_ended() == {"b"}
+    rig.clock.advance(SETTINGS.lease_s + 1)
+    assert rig.source_rank.take_ended() == {"a"}
+
+
+def test_what_is_not_sealed_is_not_heard(rig):
+    rig.granted()
+    for junk in (b"", b"kvfx", b"\xff" * 500):
+        rig.fabric.send("stranger", rig.link.name, junk)
+        rig.fabric.send("stranger", rig.source_link.name, junk)
+    rig.rounds()
+    assert rig.tally["messages_dropped_total.foreign"] == 6
+    rig.load("r", (1, 2))
+    rig.rounds()
+    assert rig.outcome("r")
