@@ -9,6 +9,7 @@ medians of rounds in which the contenders take turns; only payload counts.
 """
 
 import statistics
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,7 +112,10 @@ class Rig:
     def run(self, submit: Callable[[Sequence[Piece]], int], pieces: Sequence[Piece]) -> None:
         """One job, from its submission to its end."""
         job = submit(pieces)
-        while job not in self.copier.poll():
+        self.await_end(job)
+
+    def await_end(self, job: int) -> None:
+        while job not in [done.job for done in self.copier.poll()]:
             pass
 
     def copy(self, is_out: bool) -> None:
@@ -172,14 +176,15 @@ def _submit_us(clock: Clock, rig: Rig) -> float:
     pieces, started_s = rig.pieces(1), clock.now_s()
     job = rig.copier.submit_gather(pieces)
     taken_s = clock.now_s() - started_s
-    while job not in rig.copier.poll():
-        pass
+    rig.await_end(job)
     return taken_s * 1e6
 
 
 def _kernel(clock: Clock, rig: Rig, round_count: int) -> dict[str, Any]:
     """The kernels over one large chunk, many pages at once."""
-    ids = rig.cuda.block_ids([id_ for piece in rig.pieces(rig.page_count) for id_ in piece.blocks])
+    ids = rig.cuda.slip(
+        array("q", [id_ for piece in rig.pieces(rig.page_count) for id_ in piece.blocks])
+    )
     queue = rig.gpu.lane(True).kernels
     source, target = (rig.cuda.buffer(KERNEL_BYTES) for _ in range(2))
 

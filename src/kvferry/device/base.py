@@ -14,6 +14,11 @@ Life of a job:
    read (or written), or will be before whatever the engine's thread gives the device from then on
    may touch them. Nobody has waited for the device. Staging is the job's until `poll`.
 
+A copier with `proves_pages` computes the checksums of slices (docs/formats.md, over the padded
+payload) where it copies them: those of a gather come with `poll`; a scatter whose piece says what
+they should be writes nothing of that piece unless all of them are so, and `poll` says which pieces
+failed. Other copiers refuse such pieces: who uses them lets the page store verify.
+
 Threads: any thread may call, except as above; calls do not hold the GIL while bytes move. Which
 memory a copier serves is fixed by its constructor: the regions of one cache group on one rank, and
 their placement.
@@ -21,7 +26,7 @@ their placement.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 SKIP = -1
 """In `Piece.blocks`: leave this block out (a scatter whose first blocks are there already)."""
@@ -29,14 +34,30 @@ SKIP = -1
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The blocks of one chunk, in order, and the address of the extent's first header block."""
+    """The blocks of one chunk, in order, and the address of the extent's first header block.
+
+    `checksums`: for a scatter, of the extent's slices; None: they have been verified already.
+    """
 
     blocks: tuple[int, ...]
     staging_address: int
+    checksums: tuple[int, ...] | None = None
+
+
+class Done(NamedTuple):
+    """A job that is done. `failed`: which pieces of a scatter, by their place in it, did not have
+    their checksums; nothing of them was written. `checksums`: of a gather's pieces, by slice; ()
+    if the copier does not prove pages."""
+
+    job: int
+    failed: tuple[int, ...] = ()
+    checksums: tuple[tuple[int, ...], ...] = ()
 
 
 class Copier(Protocol):
     """See the module. Constructors only store; `open` acquires; `close` is idempotent."""
+
+    proves_pages: bool
 
     def open(self) -> None: ...
 
@@ -54,9 +75,10 @@ class Copier(Protocol):
         """Blocks to staging. Returns the job's number."""
 
     def submit_scatter(self, pieces: Sequence[Piece]) -> int:
-        """Staging to blocks. Returns the job's number."""
+        """Staging to blocks. Returns the job's number. Raises ValueError if a piece has checksums
+        and the copier does not prove pages, or not one for each slice."""
 
-    def poll(self) -> list[int]:
+    def poll(self) -> list[Done]:
         """Jobs done since the last poll, each exactly once. Never waits."""
 
     def finish(self, jobs: Iterable[int], timeout_s: float) -> bool:

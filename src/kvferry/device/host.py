@@ -3,15 +3,18 @@
 from collections.abc import Iterable, Sequence
 
 from kvferry import _native
-from kvferry.device.base import Piece
+from kvferry.device.base import Done, Piece
 from kvferry.layout import HEADER_BYTES, PageGeometry, Region
 
 
 class HostCopier:
     """Gathers and scatters one cache group's blocks of one rank. See `base`.
 
-    `regions` in layer order; they must stay valid until `close`.
+    `regions` in layer order; they must stay valid until `close`. Proves no pages: the threads that
+    read them do, while the bytes are in the processor's cache.
     """
+
+    proves_pages = False
 
     def __init__(self, regions: Sequence[Region], geometry: PageGeometry, thread_count: int):
         self._thread_count = thread_count
@@ -52,14 +55,16 @@ class HostCopier:
         return self._submit(True, pieces)
 
     def submit_scatter(self, pieces: Sequence[Piece]) -> int:
+        if any(piece.checksums is not None for piece in pieces):
+            raise ValueError("this copier proves no pages")
         return self._submit(False, pieces)
 
     def _submit(self, is_gather: bool, pieces: Sequence[Piece]) -> int:
         native_pieces = [(piece.blocks, piece.staging_address) for piece in pieces]
         return self._pool.submit(self._map, is_gather, native_pieces)
 
-    def poll(self) -> list[int]:
-        return self._pool.poll()
+    def poll(self) -> list[Done]:
+        return [Done(job) for job in self._pool.poll()]
 
     def finish(self, jobs: Iterable[int], timeout_s: float) -> bool:
         return self._pool.finish(list(jobs), timeout_s)

@@ -4,7 +4,8 @@ Life of a load:
 
 1. WAITING: planned. Its chunks are read as staging slots become free, in order.
 2. A chunk that was read and verified is scattered at once. One that fails ends the reading of
-   what follows it: vLLM recomputes from there on.
+   what follows it: vLLM recomputes from there on. Where the copier proves pages, the page store
+   verifies headers only, and a payload that is damaged comes back from the scatter as failed.
 3. ENDED: nothing of it is being scattered any more and nothing will be; it is reported once. A
    load past its deadline ends as soon as nothing of it is being scattered; reads that are still
    out keep their staging slots until the page store returns them, and are then ignored.
@@ -19,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.clock import Clock
-from kvferry.device.base import Copier, Piece
+from kvferry.device.base import Copier, Done, Piece
 from kvferry.device.staging import Staging
 from kvferry.metrics import Metrics
 from kvferry.offload.base import Chunk, Load
@@ -33,13 +34,14 @@ BAD_PAGE = {Outcome.ABSENT, Outcome.FOREIGN, Outcome.CORRUPT, Outcome.SHORT}
 
 @dataclass(slots=True, eq=False)
 class Piecework:
-    """One chunk of one load."""
+    """One chunk of one load. `checksums`: what its slices should have, if the copier is to say."""
 
     load: "LoadJob"
     part: RankPart
     chunk: Chunk
     blocks: tuple[int, ...]
     staging_address: int = 0
+    checksums: tuple[int, ...] | None = None
     is_scattering: bool = False
     is_closed: bool = False
     is_loaded: bool = False
@@ -203,7 +205,8 @@ class LoadJobs:
         for piece in pieces:
             by_copier.setdefault(piece.part.copier, []).append(piece)
         for copier, mine in by_copier.items():
-            copies, number = [Piece(piece.blocks, piece.staging_address) for piece in mine], None
+            number = None
+            copies = [Piece(piece.blocks, piece.staging_address, piece.checksums) for piece in mine]
             with self._lock:
                 try:
                     number = copier.submit_scatter(copies)
@@ -212,11 +215,15 @@ class LoadJobs:
                     for piece in mine:  # one that nobody scatters can fail with its load
                         piece.is_scattering = number is not None
 
-    def scattered(self, copier: Copier, copy: int) -> None:
+    def scattered(self, copier: Copier, copy: Done) -> None:
         """Takes a scatter that the copier has returned. Any thread."""
         with self._lock:
-            for piece in self._scatters.pop((copier, copy)):
-                self._scattered(piece)
+            for index, piece in enumerate(self._scatters.pop((copier, copy.job))):
+                self._staging.give_back(piece.staging_address)
+                if index in copy.failed:
+                    self._fail(piece, Outcome.CORRUPT)
+                else:
+                    self._scattered(piece)
 
     @property
     def is_reading(self) -> bool:
@@ -258,11 +265,12 @@ class LoadJobs:
             self._staging.give_back(piece.staging_address)
             self._fail(piece, result.outcome)
             return []
+        if piece.part.copier.proves_pages:
+            piece.checksums = result.checksums
         piece.is_scattering = True
         return [piece]
 
     def _scattered(self, piece: Piecework) -> None:
-        self._staging.give_back(piece.staging_address)
         piece.is_loaded = True
         self._metrics.count("kvferry_load_bytes_total", piece.part.extent_bytes)
         self._close(piece)

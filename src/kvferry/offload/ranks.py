@@ -42,8 +42,11 @@ class RankPart:
             self._tenant,
         )
 
-    def extent(self, chunk: Chunk, staging_address: int) -> Extent:
-        """This rank's slices of a chunk's page, at a slot of staging."""
+    def extent(
+        self, chunk: Chunk, staging_address: int, checksums: tuple[int, ...] | None = None
+    ) -> Extent:
+        """This rank's slices of a chunk's page, at a slot of staging. `checksums`: for a write. A
+        read leaves the payloads to a copier that proves pages."""
         placement = self.local.placement
         return Extent(
             self.page(chunk),
@@ -52,4 +55,6 @@ class RankPart:
             placement.first_slice,
             placement.slice_count,
             staging_address,
+            checksums,
+            verify_payload=not self.copier.proves_pages,
         )

@@ -23,7 +23,7 @@ from enum import Enum
 
 from kvferry.catalog.base import Commit, Slot, Verdict
 from kvferry.clock import Clock
-from kvferry.device.base import Copier, Piece
+from kvferry.device.base import Copier, Done, Piece
 from kvferry.device.staging import Staging
 from kvferry.metrics import Metrics
 from kvferry.offload.base import Chunk, Store
@@ -47,6 +47,8 @@ class Stage(Enum):
 
 @dataclass(slots=True, eq=False)
 class StoreJob:
+    """`checksums`: of its slices, if the copier has computed them."""
+
     part: RankPart
     chunk: Chunk
     until_s: float  # by then it is on storage, or given up
@@ -54,6 +56,7 @@ class StoreJob:
     stage: Stage = Stage.QUEUED
     staging_address: int | None = None
     copy: int = 0
+    checksums: tuple[int, ...] | None = None
 
 
 class StoreJobs:
@@ -133,16 +136,19 @@ class StoreJobs:
 
     # Mover's thread
 
-    def poll_copies(self) -> list[tuple[Copier, int]]:
+    def poll_copies(self) -> list[tuple[Copier, Done]]:
         """Takes what the copiers have done. Returns what is no gather of ours. Any thread."""
         others = []
         with self._lock:
             for copier in self._copiers:
                 for copy in copier.poll():
-                    jobs = self._copies.pop((copier, copy), None)
+                    jobs = self._copies.pop((copier, copy.job), None)
                     if jobs is None:
                         others.append((copier, copy))
-                    for job in jobs or ():
+                        continue
+                    for job, checksums in zip(jobs, copy.checksums, strict=False):
+                        job.checksums = checksums
+                    for job in jobs:
                         self._after_gather(job)
         return others
 
@@ -266,7 +272,7 @@ class StoreJobs:
             self._release(job)
 
     def _extent(self, job: StoreJob) -> Extent:
-        return job.part.extent(job.chunk, job.staging_address)
+        return job.part.extent(job.chunk, job.staging_address, job.checksums)
 
     def _drop(self, job: StoreJob, reason: str) -> None:
         if job.stage is Stage.DROPPED:
