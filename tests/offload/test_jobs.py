@@ -18,6 +18,7 @@ from kvferry.offload.ranks import RankPart
 from kvferry.offload.store_jobs import StoreJobs
 from kvferry.pages.base import Outcome
 from kvferry.pages.facts import Asked
+from kvferry.pages.header import Digest
 from kvferry.pages.memory import Medium, MemoryPages
 from kvferry.testing.clock import ManualClock
 from kvferry.testing.copier import ReferenceCopier
@@ -33,7 +34,7 @@ BLOCKS = 40
 class Worker:
     """One rank over memory backends, its mover and runner stepped by hand."""
 
-    def __init__(self, staging_slots: int = 8, reads_max: int = 8):
+    def __init__(self, staging_slots: int = 8, reads_max: int = 8, digest: Digest | None = None):
         self.clock = ManualClock()
         self.metrics = Metrics()
         self.medium = Medium()
@@ -53,7 +54,7 @@ class Worker:
             BLOCK_BYTES,
             BLOCK_BYTES,
         )
-        self.copier = ReferenceCopier([region], PART.geometry)
+        self.copier = ReferenceCopier([region], PART.geometry, digest=digest)
         part = RankPart(
             LocalPart(PART, (region,), Placement(0, 2)), self.copier, bytes(16), PART.namespace
         )
@@ -213,7 +214,9 @@ def test_few_reads_are_out_at_a_time():
     worker.work(20)
     batches = []
     submit_reads = worker.pages.submit_reads
-    worker.pages.submit_reads = lambda extents: batches.append(len(extents)) or submit_reads(extents)
+    worker.pages.submit_reads = lambda extents: (
+        batches.append(len(extents)) or submit_reads(extents)
+    )
     worker.load(tuple(range(11, 19)))
     worker.work(20)
     assert batches == [2, 2]
