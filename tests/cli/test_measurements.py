@@ -10,6 +10,7 @@ pytest.importorskip("kvferry._native", reason="benchmarks need the native extens
 from kvferry.cli import (
     bench_interference,
     bench_peers,
+    bench_ttft,
     blocking_calls,
     engine_runs,
     shapes,
@@ -180,3 +181,42 @@ def test_the_plot_has_a_line_for_each_case():
     drawn = ttft_plot.svg("a < b", {"cold": [(1000, 20.0), (20000, 600.0)], "hit": [(1000, 5.0)]})
     tags = [element.tag.rpartition("}")[2] for element in ElementTree.fromstring(drawn).iter()]
     assert (tags.count("polyline"), tags.count("circle")) == (2, 3)
+
+
+class ScriptedEngine:
+    """Answers every prompt from its own cache of kvferry's pages, as told."""
+
+    def __init__(self, **changes):
+        self._answer = {"ms": 5.0, "cached_tokens": 512, "tokens": [1, 2], "logprobs": [-0.5, -0.1]}
+        self._metrics = changes.pop("metrics", {})
+        self._read_step = changes.pop("read_bytes", 1 << 20)
+        self._answer |= changes
+        self._read_bytes = 0
+
+    def call(self, operation, **_):
+        if operation == "traffic":
+            self._read_bytes += self._read_step
+            return {"read_bytes": self._read_bytes}
+        return self._metrics if operation == "metrics" else [self._answer]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, None),
+        ({"cached_tokens": 448}, "448 were there, not 512"),
+        ({"read_bytes": 100}, "only 100 bytes read"),
+        ({"tokens": [1, 3]}, "other tokens"),
+        ({"logprobs": [-0.5, -0.2]}, "other logprobs"),
+        ({"metrics": {"kvferry_load_failures:corrupt": 2.0}}, "kvferry_load_failures:corrupt 2"),
+    ],
+)
+def test_a_load_that_is_not_what_it_seems_is_wrong(tmp_path, changes, words):
+    plan = engine_runs.parse_plan(str(tmp_path), "tiny", "520", 1, "eager", "{}", "{}")
+    bench = bench_ttft.Bench(plan, ManualClock())
+    bench.engines.facts = {"element_bytes": 4}
+    bench.prompts = engine_runs.Prompts(plan, 64)
+    bench.own_hits = ScriptedEngine().call("ask")
+    bench.loaded(ScriptedEngine(**changes), "loaded")
+    assert len(bench.wrong) == (words is not None)
+    assert all(words in line for line in bench.wrong)

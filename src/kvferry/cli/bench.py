@@ -174,7 +174,7 @@ def interference(
     lengths: options.Lengths = "10000,5000",
     mode: options.Mode = "graphs",
     parts: Annotated[str, typer.Option(help="Of prefill, decode, profile, slow.")] = "all",
-    rounds: Annotated[int, typer.Option(min=1, help="Of each measurement.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, help="Of each measurement.")] = 3,
     arrivals: Annotated[int, typer.Option(min=1, help="Prompts that come while others run.")] = 2,
     steps: Annotated[int, typer.Option(min=8, help="Of a phase without arrivals.")] = 100,
     settings: options.Settings = "{}",

@@ -34,6 +34,7 @@ from kvferry.clock import Clock
 ANSWER_TOKENS = 16
 """A longer answer than one token: what the KV is worth."""
 
+COMPUTED = ("cold", "storing")
 FAILURES = ("kvferry_load_failures", "kvferry_internal_errors", "kvferry_standing_aside")
 
 Answer = Mapping[str, Any]
@@ -66,19 +67,27 @@ class Bench:
     def stored_bytes(self) -> int:
         return self.prompts.stored_tokens() * token_bytes(self.plan, self.engines.facts)
 
-    def note(self, case: str, token_count: int, answer: Answer) -> None:
+    def _measure(
+        self, engine: EngineProcess, case: str, token_count: int, prompt: Sequence[int]
+    ) -> None:
+        answer = ask(engine, prompt)
         self.times_ms[case][token_count].append(answer["ms"])
         output.complain(f"{case}, {token_count} tokens: {answer['ms']:.1f} ms")
+        expected = 0 if case in COMPUTED else self.prompts.loadable(token_count)
+        if answer["cached_tokens"] != expected:
+            found = answer["cached_tokens"]
+            self.wrong.append(f"{case}, {token_count} tokens: {found} were there, not {expected}")
 
     def loaded(self, engine: EngineProcess, case: str) -> None:
-        """Asks all prompts; each is to be loaded as far as its full chunks go."""
+        """Asks all prompts; each is to be loaded as far as its full chunks go. Bytes are counted
+        too, since vLLM before 0.30 calls tokens cached whose load failed."""
         for index, (token_count, prompt) in enumerate(self.prompts.all()):
             before_bytes = engine.call("traffic")["read_bytes"]
-            answer = ask(engine, prompt)
-            self.note(case, token_count, answer)
-            name = f"{case}, {token_count} tokens, prompt {index % self.plan.prompt_count}"
+            self._measure(engine, case, token_count, prompt)
             read_bytes = engine.call("traffic")["read_bytes"] - before_bytes
-            self._check_load(name, token_count, answer["cached_tokens"], read_bytes)
+            name = f"{case}, {token_count} tokens, prompt {index % self.plan.prompt_count}"
+            if read_bytes < self._loaded_bytes(token_count):
+                self.wrong.append(f"{name}: only {read_bytes} bytes read")
             self._compare(name, ask(engine, prompt, ANSWER_TOKENS), self.own_hits[index])
         for metric, count in engine.call("metrics").items():
             if metric.startswith(FAILURES):
@@ -90,8 +99,8 @@ class Bench:
             self._link_bytes_per_s = engine.call("link")
             self.prompts.warm_up(engine)
             for token_count, prompt in self.prompts.all():
-                self.note("cold", token_count, ask(engine, prompt))
-                self.note("own_hit", token_count, ask(engine, prompt))
+                self._measure(engine, "cold", token_count, prompt)
+                self._measure(engine, "own_hit", token_count, prompt)
                 self.own_hits.append(ask(engine, prompt, ANSWER_TOKENS))
 
     def _store(self, store: Store) -> None:
@@ -100,7 +109,7 @@ class Bench:
             self.prompts.warm_up(engine)
             page_count = store.rest()
             for token_count, prompt in self.prompts.all():
-                self.note("storing", token_count, ask(engine, prompt))
+                self._measure(engine, "storing", token_count, prompt)
                 page_count += self.prompts.loadable(token_count) // self.prompts.chunk_tokens
                 found = store.wait_for(page_count)
                 if found != page_count:
@@ -110,14 +119,8 @@ class Bench:
                 self.wrong.append("the engine's own cache was not reset")
             self.loaded(engine, "loaded_same_process")
 
-    def _check_load(self, name: str, token_count: int, cached_tokens: int, read_bytes: int) -> None:
-        """What vLLM says, and what was read: before 0.30 it calls tokens cached whose load
-        failed."""
-        expected = self.prompts.loadable(token_count)
-        if cached_tokens != expected:
-            self.wrong.append(f"{name}: {cached_tokens} tokens loaded, not {expected}")
-        if read_bytes < expected * token_bytes(self.plan, self.engines.facts):
-            self.wrong.append(f"{name}: only {read_bytes} bytes read")
+    def _loaded_bytes(self, token_count: int) -> int:
+        return self.prompts.loadable(token_count) * token_bytes(self.plan, self.engines.facts)
 
     def _compare(self, name: str, answer: Answer, own_hit: Answer) -> None:
         """With dummy weights answers mean nothing."""
@@ -142,7 +145,7 @@ class Bench:
 
     def _row(self, token_count: int) -> dict[str, Any]:
         loadable = self.prompts.loadable(token_count)
-        loaded_bytes = loadable * token_bytes(self.plan, self.engines.facts)
+        loaded_bytes = self._loaded_bytes(token_count)
         link_ms = loaded_bytes / self._link_bytes_per_s * 1e3
         found = {case: times[token_count] for case, times in self.times_ms.items()}
         medians = {case: median(times) for case, times in found.items()}
