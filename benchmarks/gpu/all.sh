@@ -1,5 +1,6 @@
 #!/bin/bash
-# What has to hold on a GPU, measured with real vLLM: one file of JSON for each part, in OUT.
+# What has to hold on a GPU, measured with real vLLM: in OUT a file of JSON for each part, a plot,
+# and all.log with what was said meanwhile.
 #
 #     all.sh OUT STORE [parts]      parts: device same peers ttft interference   (default: all but ttft)
 #
@@ -34,30 +35,36 @@ failed=0
 part() { # name, arguments of kvferry bench
     local name=$1 started=$SECONDS
     shift
-    timeout -k 20 "$LIMIT_S" kvferry bench "$@" --json >"$OUT/$name.json" 2>"$OUT/$name.log"
+    timeout -k 20 "$LIMIT_S" kvferry bench "$@" --json >"$OUT/$name.json" 2>"$OUT/part.log"
     local code=$?
     echo "$name: exit code $code after $((SECONDS - started)) s"
-    [ $code = 0 ] || { failed=1; tail -n 15 "$OUT/$name.log"; }
-    grep -n -A 12 '"wrong": \[$' "$OUT/$name.json"
+    [ $code = 0 ] || { failed=1; tail -n 15 "$OUT/part.log"; }
+    grep -A 12 '"wrong": \[$' "$OUT/$name.json"
+    { echo "== $name"; cat "$OUT/part.log"; } >>"$OUT/all.log"
+    rm "$OUT/part.log"
 }
 
-engines() { # name, arguments of kvferry bench
-    part "$@" --settings "$SETTINGS" --ferry "$FERRY"
+engines() { # name, command, its other arguments
+    local name=$1 command=$2 folder=$STORE/bench-$1
+    shift 2
+    mkdir -p "$folder"
+    part "$name" "$command" "$folder" "$@" --settings "$SETTINGS" --ferry "$FERRY"
+    rm -rf "$folder"
 }
 
 for what in $PARTS; do
     case $what in
     device) part device device ;;
-    same) engines same ttft "$STORE" --shape 0.6b --lengths 1000,5000 --prompts 2 --mode "$MODE" ;;
+    same) engines same ttft --shape 0.6b --lengths 1000,5000 --prompts 2 --mode "$MODE" ;;
     peers)
-        engines peers ttft "$STORE" --shape "$SHAPE" --lengths "$LENGTHS" --prompts "$PROMPTS" \
+        engines peers ttft --shape "$SHAPE" --lengths "$LENGTHS" --prompts "$PROMPTS" \
             --mode "$MODE" --against "$AGAINST" --plot "$OUT/ttft.svg"
         ;;
     ttft)
-        engines ttft ttft "$STORE" --shape "$SHAPE" --lengths "$LENGTHS" --prompts "$PROMPTS" \
+        engines ttft ttft --shape "$SHAPE" --lengths "$LENGTHS" --prompts "$PROMPTS" \
             --mode "$MODE" --plot "$OUT/ttft.svg"
         ;;
-    interference) engines interference interference "$STORE" --shape "$SHAPE" ;;
+    interference) engines interference interference --shape "$SHAPE" ;;
     *) echo "no such part: $what" && failed=1 ;;
     esac
 done
