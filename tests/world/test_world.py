@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from kvferry.offload import load_jobs, planner, store_jobs
+from kvferry.offload import due, load_jobs, planner, store_jobs
 from kvferry.offload.agreement import Agreement
 from kvferry.offload.origin import Origins
 from kvferry.pages import memory
@@ -18,7 +18,7 @@ from kvferry.testing.world.checks import Failed, SimClock
 from kvferry.testing.world.world import World
 
 STEPS = 800
-SEEDS = 150
+SEEDS = range(260, 410)
 SEEDS_EACH = 10
 
 HAPPENED = (
@@ -94,14 +94,16 @@ def happened() -> Counter:
     return Counter()
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, SEEDS_EACH))
-def test_all_five_checkers_are_content(happened, first):
+@pytest.mark.parametrize("first", SEEDS[::SEEDS_EACH])
+def test_all_five_checkers_are_content(happened, first, monkeypatch):
+    if first // SEEDS_EACH % 2:  # else only an engine with many more requests would do so
+        monkeypatch.setattr(due, "MANY_REQUESTS", 1)
     happened.update(run(range(first, first + SEEDS_EACH)))
 
 
 def test_everything_happened(happened):
     """A world in which nothing is loaded, nothing fails and nobody is preempted shows nothing."""
-    counts = happened or run(range(SEEDS))
+    counts = happened or run(SEEDS)
     assert [name for name in HAPPENED if counts[name] == 0] == []
 
 

@@ -63,8 +63,8 @@ def chunk_keys(
 
 
 class Lookup:
-    """Made on the scheduler thread, run once on the runner thread. `keys` is set as soon as they
-    are known, also when the catalog then fails or the answer comes too late."""
+    """Made on the scheduler thread, run once on the runner thread. `names`, the keys of each part,
+    is set as soon as they are known, also when the catalog then fails or answers too late."""
 
     def __init__(self, catalog: Catalog, hasher: Hasher, parts: Sequence[Part], request: Request):
         self._catalog = catalog
@@ -72,37 +72,38 @@ class Lookup:
         self.parts = parts
         self._request = request
         self.token_count = len(request.tokens)
-        self.keys: tuple[bytes, ...] | None = None
+        self.names: tuple[list[bytes], ...] | None = None
 
     def run(self) -> tuple[PartAnswer, ...]:
-        self.keys = tuple(self._hash(part) for part in self.parts)
-        pairs = zip(self.parts, self.keys, strict=True)
-        return tuple(self._ask(part, keys) for part, keys in pairs)
+        names = [self._hash(part) for part in self.parts]
+        self.names = tuple(map(list, names))  # whoever takes them makes them longer
+        return tuple(self._ask(*pair) for pair in zip(self.parts, names, strict=True))
 
-    def _hash(self, part: Part) -> bytes:
-        keys, end_chunk = bytearray(), self.token_count // part.chunk_tokens
-        parent = ROOT_PARENT
+    def _hash(self, part: Part) -> list[bytes]:
+        names: list[bytes] = []
+        end_chunk, parent = self.token_count // part.chunk_tokens, ROOT_PARENT
         for first in range(0, end_chunk, PIECE_CHUNKS):
             end = min(first + PIECE_CHUNKS, end_chunk)
-            keys += chunk_keys(self._hasher, part, self._request, parent, first, end)
-            parent = bytes(keys[-DIGEST_BYTES:])
-        return bytes(keys)
+            keys = chunk_keys(self._hasher, part, self._request, parent, first, end)
+            names += rows(keys, DIGEST_BYTES)
+            parent = names[-1]
+        return names
 
-    def _ask(self, part: Part, keys: bytes) -> PartAnswer:
+    def _ask(self, part: Part, names: list[bytes]) -> PartAnswer:
+        keys = b"".join(names)
         if not self._request.is_readable:
-            return PartAnswer(keys, bytes(SLOT.size * (len(keys) // DIGEST_BYTES)), {})
+            return PartAnswer(keys, bytes(SLOT.size * len(names)), {})
         slots, hit_by_key = bytearray(), {}
-        for start in range(0, len(keys), PIECE_CHUNKS * DIGEST_BYTES):
-            end = min(start + PIECE_CHUNKS * DIGEST_BYTES, len(keys))
-            names = [keys[i : i + DIGEST_BYTES] for i in range(start, end, DIGEST_BYTES)]
-            found = self._catalog.lookup_packed(part.namespace, names)
+        for start in range(0, len(names), PIECE_CHUNKS):
+            asked = names[start : start + PIECE_CHUNKS]
+            found = self._catalog.lookup_packed(part.namespace, asked)
             slots += found
-            for index, (name, slot) in enumerate(zip(names, rows(found), strict=True)):
+            for index, slot in enumerate(rows(found, SLOT.size)):
                 if slot != ABSENT_SLOT:
-                    hit_by_key[name] = start // DIGEST_BYTES + index
+                    hit_by_key[asked[index]] = start + index
         return PartAnswer(keys, bytes(slots), hit_by_key)
 
 
-def rows(slots: bytes) -> list[bytes]:
-    """Packed slots, one by one."""
-    return [slots[start : start + SLOT.size] for start in range(0, len(slots), SLOT.size)]
+def rows(packed: bytes, row_bytes: int) -> list[bytes]:
+    """Packed rows, one by one."""
+    return [packed[start : start + row_bytes] for start in range(0, len(packed), row_bytes)]

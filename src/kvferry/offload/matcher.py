@@ -125,10 +125,10 @@ class Matcher:
 
     def adopt_keys(self, record: Record) -> None:
         """Takes over the keys that the lookup has hashed, and what it found."""
-        if record.lookup is None or record.lookup.keys is None:
+        if record.lookup is None or record.lookup.names is None:
             return
         if not record.chains:
-            record.chains = [Chain(keys=keys) for keys in record.lookup.keys]
+            record.chains = [Chain(names) for names in record.lookup.names]
         for chain, answer in zip(record.chains, record.answer or (), strict=False):
             chain.present = chain.present | answer.hits if chain.present else answer.hits
             if chain.next_store < len(answer):

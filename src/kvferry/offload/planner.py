@@ -40,11 +40,9 @@ log = logging.getLogger(__name__)
 
 RESERVED_AHEAD_MAX = 4096
 NEVER_TOKENS = 1 << 62
-FEW = 16
-"""So few requests are found faster one by one than by going through all of a step."""
 IDLE_S = 5.0
 """An engine that took no step for this long wants no room: what it wanted last is out of date."""
-REFILL_CHECK_S = 0.05
+REFILL_CHECK_S = 0.2
 """While nothing else says that slots run short, their number is looked at so often."""
 REFILL_PAUSE_S = 0.25
 """After a reservation that got fewer slots than it asked for."""
@@ -99,6 +97,7 @@ class Planner:
         self._room = Room(catalog, pages, facts, metrics)
         self._demands: list[Demand] = []
         self._in_sight_tokens = 0
+        self._in_sight_max_tokens = 0
         self._refill_below: list[float] = []
         self._refills: dict[int, Refill] = {}
         self._refill_after_s = 0.0
@@ -166,10 +165,9 @@ class Planner:
 
     def _look_at(self, due: set[str], step: Step, now_s: float) -> list[Store]:
         stores: list[Store] = []
-        for place in _places(step.request_ids, due):
-            record = self._records.get(step.request_ids[place])
-            if record is not None:
-                stores += self._look(record, step.computed_tokens[place], step, now_s)
+        records = [self._records[name] for name in due if name in self._records]
+        for record in in_order(step.request_ids, records):
+            stores += self._look(record, step.computed_tokens[record.place], step, now_s)
         self._watch_pools()
         return stores
 
@@ -285,10 +283,10 @@ class Planner:
 
     def _foresee(self, record: Record, tokens: int) -> None:
         """Notes how many tokens the request may still store, as far as they are known now."""
-        if tokens > record.in_sight_tokens:
-            self._is_refill_due = True
         self._in_sight_tokens += tokens - record.in_sight_tokens
         record.in_sight_tokens = tokens
+        if self._in_sight_tokens > self._in_sight_max_tokens:
+            self._is_refill_due = True
 
     def _waits_for_slots(self, record: Record) -> bool:
         """While slots are being reserved: the first request of an idle engine finds none. They come
@@ -409,6 +407,7 @@ class Planner:
             return
         self._is_refill_due = False
         self._refill_at_s = now_s + REFILL_CHECK_S
+        self._in_sight_max_tokens = NEVER_TOKENS
         self._wanted_at_s = now_s
         for index, demand in enumerate(self._demands):
             pool, part = self._stores.pools[index], self._agreement.parts[index]
@@ -417,6 +416,8 @@ class Planner:
             pool.discard_before(now_s + self._config.store_deadline_s)
             have = len(pool)
             self._refill_below[index] = wanted / 2
+            enough_tokens = self._in_sight_tokens + (2 * have - wanted) * part.chunk_tokens
+            self._in_sight_max_tokens = min(self._in_sight_max_tokens, enough_tokens)
             self._give_back(part, pool.take_discarded())
             self._wanted[part.namespace] = wanted
             if index in self._refills or have * 2 > wanted:
@@ -459,8 +460,17 @@ class Planner:
                 self._is_refill_due = True
 
 
-def _places(request_ids: Sequence[str], due: set[str]) -> list[int]:
-    """Where the requests that are due stand among all of a step, in order."""
-    if len(due) <= FEW:
-        return sorted(map(request_ids.index, due))
-    return [place for place, request_id in enumerate(request_ids) if request_id in due]
+def in_order(request_ids: Sequence[str], records: list[Record]) -> list[Record]:
+    """These requests in the order in which they stand among all of a step. Sets their places:
+    most are where they were, or new and last."""
+    last = len(request_ids) - 1
+    places: dict[str, int] = {}
+    for record in records:
+        place = min(record.place, last) if record.place >= 0 else last
+        if request_ids[place] != record.request_id:
+            places = places or {request_id: at for at, request_id in enumerate(request_ids)}
+            place = places[record.request_id]
+        record.place = place
+    if len(records) > 1:
+        records.sort(key=lambda record: record.place)
+    return records

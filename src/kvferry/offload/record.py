@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from kvferry.catalog.runner import Ticket
-from kvferry.keys import DIGEST_BYTES, ROOT_PARENT
+from kvferry.keys import ROOT_PARENT
 from kvferry.offload.base import Request
 from kvferry.offload.lookup import Lookup, PartAnswer
 
@@ -12,23 +12,16 @@ from kvferry.offload.lookup import Lookup, PartAnswer
 class Chain:
     """One part's chunks of one request.
 
-    `keys`: 32 bytes for each chunk known so far. `present`: chunks that the catalog has.
-    `next_store`: first chunk not planned.
+    `keys`: of each chunk known so far. `present`: chunks that the catalog has. `next_store`: first
+    chunk not planned.
     """
 
-    keys: bytes = b""
+    keys: list[bytes]
     present: frozenset[int] = frozenset()
     next_store: int = 0
 
-    @property
-    def known_count(self) -> int:
-        return len(self.keys) // DIGEST_BYTES
-
-    def key(self, chunk_index: int) -> bytes:
-        return self.keys[chunk_index * DIGEST_BYTES : (chunk_index + 1) * DIGEST_BYTES]
-
     def parent(self, chunk_index: int) -> bytes:
-        return self.key(chunk_index - 1) if chunk_index else ROOT_PARENT
+        return self.keys[chunk_index - 1] if chunk_index else ROOT_PARENT
 
 
 @dataclass(slots=True)
@@ -42,6 +35,7 @@ class Record:
     admission. `computed_tokens`: KV that existed after the step of the last look; 0 while
     preempted. `is_decoding`: since that step all known tokens but the last have KV.
     `in_sight_tokens`: what the request may still store, as the demand for slots counts it.
+    `place`: where it stood among the requests of the last step in which it was looked for.
     `is_storable` turns False when blocks of foreign origin are found below it: see `origin`.
     """
 
@@ -64,6 +58,7 @@ class Record:
     is_storable: bool = True
     is_scheduled: bool = False
     is_decoding: bool = False
+    place: int = -1
 
     @property
     def has_begun(self) -> bool:

@@ -12,7 +12,7 @@ from kvferry.keys import DIGEST_BYTES
 from kvferry.metrics import Metrics
 from kvferry.offload.base import SLOT, Part, Request, Span, Store
 from kvferry.offload.chunks import NULL_BLOCK
-from kvferry.offload.lookup import Hasher, chunk_keys
+from kvferry.offload.lookup import Hasher, chunk_keys, rows
 from kvferry.offload.quarantine import Quarantine
 from kvferry.offload.record import Chain, Record
 from kvferry.offload.room import SlotPool
@@ -47,11 +47,11 @@ class StorePlanner:
     def count_missed(self, record: Record, end_tokens: int, now_s: float) -> None:
         """What was complete at the request's end and had no slot."""
         for part, chain in zip(self._parts, record.chains, strict=False):
-            full = min(end_tokens // part.chunk_tokens, chain.known_count)
+            full = min(end_tokens // part.chunk_tokens, len(chain.keys))
             missed = [
                 index
                 for index in range(chain.next_store, full)
-                if not self._needs_none(chain, index, chain.key(index), now_s)
+                if not self._needs_none(chain, index, chain.keys[index], now_s)
             ]
             if missed:
                 self._metrics.count("kvferry_store_drops_total", len(missed), reason="no_slot")
@@ -66,7 +66,7 @@ class StorePlanner:
             part = self._parts[index]
             full = end_tokens // part.chunk_tokens
             if full > chain.next_store:
-                if full > chain.known_count:
+                if full > len(chain.keys):
                     self._extend_keys(record.request, part, chain, full)
                 stores += self._plan_part(chain, index, full, tables[part.group_index], now_s)
             boundaries.append((chain.next_store + 1) * part.chunk_tokens)
@@ -74,9 +74,10 @@ class StorePlanner:
         return stores
 
     def _extend_keys(self, request: Request, part: Part, chain: Chain, full: int) -> None:
-        known = chain.known_count
+        known = len(chain.keys)
         parent = chain.parent(known)
-        chain.keys += chunk_keys(self._hasher, part, request, parent, known, full)
+        packed = chunk_keys(self._hasher, part, request, parent, known, full)
+        chain.keys += rows(packed, DIGEST_BYTES)
 
     def _plan_part(
         self, chain: Chain, index: int, full: int, table: Sequence[int], now_s: float
@@ -100,17 +101,16 @@ class StorePlanner:
                 break
             slots, until_s = taken
             count = len(slots) // SLOT.size
-            chain.next_store = end = first + count
-            self._remember(keys[:count], now_s)
-            packed_keys = chain.keys[first * DIGEST_BYTES : end * DIGEST_BYTES]
-            blocks = blocks[: count * width]
-            span = Span(index, first, chain.parent(first), packed_keys, slots, blocks)
+            chain.next_store = first + count
+            keys, blocks = keys[:count], blocks[: count * width]
+            self._remember(keys, now_s)
+            span = Span(index, first, chain.parent(first), b"".join(keys), slots, blocks)
             stores.append(Store(span, until_s - now_s))
         return stores
 
     def _to_store(self, chain: Chain, first: int, full: int, now_s: float) -> list[bytes]:
         """The keys of the chunks to store that begin with `first`; none if that one needs none."""
-        keys = [chain.key(index) for index in range(first, full)]
+        keys = chain.keys[first:full]
         if not chain.present and self._recent.keys().isdisjoint(keys):
             return keys
         for count, key in enumerate(keys):
