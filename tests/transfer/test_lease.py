@@ -15,8 +15,8 @@ SETTINGS = Settings(lease_s=10.0, lease_total_s=25.0, early_s=2.0)
 TABLES = ((1, 2, 3),)
 
 
-def claim(transfer=A, serial=1, wants_tables=False, reader=0):
-    return Claim("reader", b"", serial, transfer, reader, 1, wants_tables)
+def claim(transfer=A, serial=1, wants_tables=False, reader=0, sender="reader"):
+    return Claim(sender, b"", serial, transfer, reader, 1, wants_tables)
 
 
 @pytest.fixture
@@ -73,10 +73,21 @@ def test_a_reader_that_never_stops_does_not_keep_blocks_for_ever(book, clock):
 
 def test_all_readers_must_have_released(book):
     begin(book)
-    book.release(Release(A, 0, 2))
-    book.release(Release(A, 0, 2))
+    book.release(Release("rank 0", A, 0, 2))
+    book.release(Release("rank 0", A, 0, 2))
     assert book.take_ended() == []
-    book.release(Release(A, 1, 2))
+    book.release(Release("rank 1", A, 1, 2))
+    assert book.take_ended() == [("request a", "released")]
+
+
+def test_one_consumer_does_not_end_what_another_was_promised(book, clock):
+    """A client may carry one offer to two consumers."""
+    begin(book)
+    book.claim(claim(sender="first"))
+    book.claim(claim(sender="second"))
+    book.release(Release("first", A, 0, 1))
+    assert book.take_ended() == []
+    book.release(Release("second", A, 0, 1))
     assert book.take_ended() == [("request a", "released")]
 
 
@@ -84,7 +95,7 @@ def test_messages_before_their_lease_wait_for_it(book, clock):
     """The engine tells its ranks with the next step; a reader may be faster."""
     early = claim(wants_tables=True)
     assert book.claim(early) is None
-    book.release(Release(B, 0, 1))
+    book.release(Release("reader", B, 0, 1))
     ((answered, grant),) = begin(book)
     assert (answered, grant.state, grant.tables) == (early, State.HELD, TABLES)
     begin(book, B)
@@ -142,8 +153,8 @@ def test_an_answer_is_taken_once():
     held = HeldUntil()
     held.asked(1, 100.0)
     held.asked(2, 105.0)
-    assert held.granted(2, 10.0) == 105.0
-    assert held.granted(2, 1000.0) is None
-    assert held.granted(1, 1000.0) is None
+    assert held.granted(2, 10.0)
+    assert not held.granted(2, 1000.0)
+    assert not held.granted(1, 1000.0)
     assert held.is_sure(114.0)
     assert not held.is_sure(115.0)

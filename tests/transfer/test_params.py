@@ -78,7 +78,7 @@ def test_an_offer_of_the_wrong_shape_is_none():
 
 def test_a_message_is_good_for_its_receiver_only():
     """One for the producer's previous boot must not release what the present one holds."""
-    body = Release(b"t" * 16, 0, 1)
+    body = Release("reader", b"t" * 16, 0, 1)
     frame = seal_message(SECRET, "boot 1", body)
     assert unseal_message(SECRET, "boot 1", Message("any", frame)) == body
     with pytest.raises(IncompatibleError) as refused:
