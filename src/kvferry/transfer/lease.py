@@ -84,6 +84,13 @@ class LeaseBook:
     def lease_count(self) -> int:
         return len(self._leases)
 
+    @property
+    def oldest_s(self) -> float:
+        """Age of the oldest lease, which is the first; 0 if there is none."""
+        oldest = next(iter(self._leases.values()), None)
+        begun_s = oldest.last_end_s - self._settings.lease_total_s if oldest else 0.0
+        return self._clock.now_s() - begun_s if oldest else 0.0
+
     def begin(
         self,
         request_id: str,

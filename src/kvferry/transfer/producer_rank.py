@@ -93,7 +93,8 @@ class ProducerRank:
         for request_id, reason in self._book.take_ended():
             self._metrics.count("kvferry_transfer_leases_ended_total", reason=reason)
             self._ended.append(request_id)
-        self._metrics.set("kvferry_transfer_leases", self._book.lease_count)
+        self._metrics.set("kvferry_transfer_leases_held", self._book.lease_count)
+        self._metrics.set("kvferry_transfer_oldest_lease_seconds", self._book.oldest_s)
 
     @property
     def is_idle(self) -> bool:

@@ -37,14 +37,15 @@ class LoadJob:
 
 @dataclass(slots=True, eq=False)
 class ChunkJob:
-    """One chunk of it through one channel. `ended_s`: when its read was seen to have ended;
-    `ended_serial`: the last claim that had been sent by then."""
+    """One chunk of it through one channel. `posted_s`: when its read began; `ended_s`: when it was
+    seen to have ended; `ended_serial`: the last claim that had been sent by then."""
 
     job: LoadJob
     session: Session
     channel: Channel
     read: ChunkRead
     slot: int = 0
+    posted_s: float = 0.0
     ended_s: float = 0.0
     ended_serial: int = 0
 
@@ -103,9 +104,13 @@ class Reads:
         chunk.slot = slot
         session, channel = chunk.session, chunk.channel
         targets, sources = channel.landing.indices(chunk.read, slot)
+        chunk.posted_s = self._clock.now_s()
         number = self._link.post(
             session.name, channel.target_table, targets, channel.source_table, sources
         )
+        post_s = self._clock.now_s() - chunk.posted_s
+        self._metrics.observe("kvferry_transfer_post_seconds", post_s)
+        self._metrics.count("kvferry_transfer_descriptors_total", len(targets))
         session.reads_out += 1
         self._out[number] = chunk
         return True
@@ -117,6 +122,11 @@ class Reads:
         chunk.session.reads_out -= 1
         chunk.ended_s = self._clock.now_s()
         self._metrics.count("kvferry_transfer_reads_total", outcome=event.ending.value)
+        if event.ending is Ending.DONE:
+            size_bytes = chunk.channel.landing.read_bytes(chunk.read)
+            self._metrics.count("kvferry_transfer_read_bytes_total", size_bytes)
+            read_s = chunk.ended_s - chunk.posted_s
+            self._metrics.observe("kvferry_transfer_read_seconds", read_s)
         if event.ending is Ending.LOST:
             self._peers.lose(chunk.session)
             self._resting.append((chunk.ended_s + self._settings.rest_s, chunk.slot))
