@@ -13,6 +13,7 @@ from kvferry.offload.origin import Origins
 from kvferry.pages import memory
 from kvferry.pages.base import Outcome, Result
 from kvferry.testing.catalog_faults import CatalogFault
+from kvferry.testing.copier import ReferenceCopier
 from kvferry.testing.faults import Fault
 from kvferry.testing.world.checks import Failed, SimClock
 from kvferry.testing.world.world import World
@@ -56,6 +57,7 @@ HAPPENED = (
         f"kvferry_store_drops_total{{{reason}}}"
         for reason in (
             "fenced",
+            "rewritten",
             "expired",
             "late",
             "no_slot",
@@ -129,6 +131,11 @@ def without_giving_up(patch):
     patch.setattr(store_jobs.StoreJobs, "_give_up", lambda self, jobs: None)
 
 
+def without_loss(patch):
+    """What the engine rewrote before it said so is stored all the same."""
+    patch.setattr(store_jobs.StoreJobs, "lose", lambda self, rewritten: None)
+
+
 def without_verification(patch):
     read = memory.MemoryPages._read
 
@@ -138,6 +145,11 @@ def without_verification(patch):
         return Result(job, index, Outcome.OK) if is_bad else result
 
     patch.setattr(memory.MemoryPages, "_read", trusting)
+
+
+def without_proofs(patch):
+    """A copier that proves pages scatters what is damaged."""
+    patch.setattr(ReferenceCopier, "_checksums", lambda self, piece: piece.checksums)
 
 
 def without_origins(patch):
@@ -205,7 +217,9 @@ def with_forgotten_record(patch):
     [
         (without_fence, "a"),
         (without_giving_up, "a"),
+        (without_loss, "a"),
         (without_verification, "a"),
+        (without_proofs, "a"),
         (without_origins, "a"),
         (without_new_namespace, "a"),
         (with_early_staging, "ad"),

@@ -135,6 +135,8 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
 
     `overwritten`: every block that this step may overwrite: what it allocated newly, for whatever
     reason. When `Jobs.before_step` returns, no gather still needs one of them.
+    `rewritten`: those of them that the engine may have written already when it calls
+    `Jobs.before_step`. What was not gathered from them before is lost.
     `parts`: what `part_index` counts; empty until all ranks have agreed who they are.
     `late_stores`: blocks that were final before this step and may be lost in it.
     `drop_stores`: the namespace has changed (weights, reset): stores under way are dropped, loads
@@ -147,6 +149,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     loads: tuple[Load, ...] = ()
     overwritten: tuple[int, ...] = ()
     drop_stores: bool = False
+    rewritten: tuple[int, ...] = ()
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True):
@@ -215,7 +218,8 @@ class Step(msgspec.Struct, frozen=True):
 
     `new_blocks`: all ids that were allocated newly since the last step, for whatever request and
     reason (also for loads of any connector, and the targets of block copies), and no others: not
-    what a prefix cache hit shares.
+    what a prefix cache hit shares. `rewritten`: those that the engine copies into or zeroes before
+    the workers see the plan.
     """
 
     request_ids: Sequence[str]
@@ -224,3 +228,4 @@ class Step(msgspec.Struct, frozen=True):
     preempted: Collection[str]
     new_blocks: Collection[int]
     tables: Callable[[str], Sequence[Sequence[int]]]  # request -> block ids by group, now
+    rewritten: Collection[int] = ()

@@ -71,6 +71,7 @@ class Jobs:
         if plan.parts != self._names:
             self._rename(plan)
         self._add_stores(plan.late_stores)
+        self._stores.lose(plan.rewritten)
         self._stores.fence(plan.overwritten)
         self._add_loads(plan.loads)
         if self._mover.has_failed:

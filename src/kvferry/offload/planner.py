@@ -90,6 +90,7 @@ class Planner:
         self._weights_name = config.weights_id
         self._records: dict[str, Record] = {}
         self._due = Due()
+        self._has_window = False
         self._may_reserve = may_reserve
         self._closers = list(closers)
         self._wanted: dict[bytes, int] = {}
@@ -255,6 +256,7 @@ class Planner:
         parts = self._agreement.parts
         self._matcher.use(parts)
         self._stores.use(parts)
+        self._has_window = any(part.window_tokens is not None for part in parts)
         self._origins.agree(parts)
         self._refills.clear()
         self._wanted = {}
@@ -321,6 +323,12 @@ class Planner:
         end = record.computed_tokens = computed + step.scheduled_tokens[record.request_id]
         token_count = len(record.request.tokens)
         record.is_decoding = end >= token_count
+        if not record.is_scheduled:
+            record.is_scheduled = True
+            self._note_origin(record, computed, self._tables(record, step))
+            if record.is_decoding and record.is_storable and self._may_wait:
+                self._due.after(record.request_id, 1)  # with those of others, a few steps later
+                return []
         stores: list[Store] = []
         if end >= record.next_boundary:
             stores = self._advance(record, computed, token_count, step, now_s)
@@ -330,17 +338,20 @@ class Planner:
             self._due.after(record.request_id, record.next_boundary - end)
         return stores
 
+    def _tables(self, record: Record, step: Step) -> Sequence[Sequence[int]]:
+        return self._admitted.get(record.request_id) or step.tables(record.request_id)
+
+    @property
+    def _may_wait(self) -> bool:
+        """Blocks before a window are gone in the next step."""
+        return self._due.are_many and not self._has_window
+
     def _advance(
         self, record: Record, computed: int, token_count: int, step: Step, now_s: float
     ) -> list[Store]:
-        """Of a request that was just admitted, completes a chunk, or must be looked at in each
+        """Of a request that has no boundary yet, completes a chunk, or must be looked at in each
         step (`next_boundary` 0). `token_count`: known tokens."""
-        end, tables = record.computed_tokens, self._admitted.get(record.request_id)
-        if tables is None:
-            tables = step.tables(record.request_id)
-        if not record.is_scheduled:
-            record.is_scheduled = True
-            self._note_origin(record, computed, tables)
+        end, tables = record.computed_tokens, self._tables(record, step)
         if not record.is_storable:
             self._origins.disown(tables, computed, end)
             return []
@@ -388,6 +399,7 @@ class Planner:
             loads=tuple(self._loads),
             overwritten=tuple(step.new_blocks),
             drop_stores=self._must_drop,
+            rewritten=tuple(step.rewritten),
         )
         self._loads, self._late_stores = [], []
         self._must_drop = False

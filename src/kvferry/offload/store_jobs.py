@@ -97,6 +97,13 @@ class StoreJobs:
                         self._by_block.setdefault(block, []).append(job)
             self._start_gathers()
 
+    def lose(self, rewritten: Iterable[int]) -> None:
+        """These blocks may hold other bytes already: what is not gathered from them is dropped."""
+        with self._lock:
+            blocks = self._by_block.keys() & set(rewritten)
+            for job in [job for block in blocks for job in self._by_block[block]]:
+                self._drop(job, "rewritten")
+
     def fence(self, overwritten: Iterable[int]) -> None:
         """When this returns, no store needs one of these blocks any more."""
         with self._lock:

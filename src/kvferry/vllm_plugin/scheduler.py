@@ -9,7 +9,7 @@ from kvferry.offload.base import Plan, Step
 from kvferry.offload.planner import Planner
 from kvferry.vllm_plugin.messages import WorkerMetadata
 from kvferry.vllm_plugin.request import Adapters, EngineRequest
-from kvferry.vllm_plugin.versions import TableSource, copy_targets
+from kvferry.vllm_plugin.versions import TableSource, rewritten_blocks
 
 NULL_BLOCK = 0
 
@@ -60,18 +60,20 @@ class SchedulerRole:
         if new:
             request_ids = [*request_ids, *(data.req_id for data in new)]
             computed_tokens = [*computed_tokens, *(data.num_computed_tokens for data in new)]
+        rewritten = rewritten_blocks(output)
         return self._planner.build(
             Step(
                 request_ids=request_ids,
                 computed_tokens=computed_tokens,
                 scheduled_tokens=output.num_scheduled_tokens,
                 preempted=output.preempted_req_ids or (),
-                new_blocks=self._take_new_blocks(output),
+                new_blocks=self._take_new_blocks(output, rewritten),
                 tables=self._tables.tables,
+                rewritten=rewritten,
             )
         )
 
-    def _take_new_blocks(self, output: Any) -> set[int]:
+    def _take_new_blocks(self, output: Any, rewritten: list[int]) -> set[int]:
         """Blocks allocated since the last step. A resumed request's whole table is in the output:
         what is new in it was told when it was admitted."""
         new_blocks, self._new_blocks = self._new_blocks, set()
@@ -82,7 +84,7 @@ class SchedulerRole:
             tables = [table for id_, table in pairs if id_ not in cached.resumed_req_ids]
         for groups in filter(None, tables):
             new_blocks.update(*groups)
-        new_blocks.update(copy_targets(output))
+        new_blocks.update(rewritten)
         new_blocks.discard(NULL_BLOCK)
         return new_blocks
 

@@ -86,10 +86,12 @@ def is_transferable(group: Any) -> bool:
     return getattr(group, "enable_kv_transfer", True) and not getattr(group, "host_resident", False)
 
 
-def copy_targets(scheduler_output: Any) -> list[int]:
-    """Blocks that the step fills by copying others."""
+def rewritten_blocks(scheduler_output: Any) -> list[int]:
+    """New blocks that the step fills by copying others or with zeros. The newer of vLLM's two
+    model runners does that before it calls a connector's worker side."""
     copies = scheduler_output.kv_cache_block_copies or ()
-    return [copy.dst_block_id for copy in copies]
+    zeroed = getattr(scheduler_output, "new_block_ids_to_zero", None) or ()
+    return [*(copy.dst_block_id for copy in copies), *zeroed]
 
 
 class TableSource:

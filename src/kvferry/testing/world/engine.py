@@ -115,7 +115,7 @@ class Engine:
     def _execute(self, step: Step) -> Iterator[None]:
         plan = msgspec.msgpack.encode(step.plan)
         for rank in self._any_order():
-            rank.before_step(plan, step.new_blocks)
+            rank.before_step(plan, step.new_blocks, step.rewritten)
             yield
         self.sibling.pending += step.sibling_loads
         for planned in step.plan.loads:

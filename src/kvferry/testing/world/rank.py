@@ -13,6 +13,7 @@ from kvferry.offload.load_jobs import LoadJobs
 from kvferry.offload.mover import Mover
 from kvferry.offload.ranks import RankPart
 from kvferry.offload.store_jobs import StoreJobs
+from kvferry.pages.memory import digest
 from kvferry.testing.clock import Chance
 from kvferry.testing.copier import ReferenceCopier
 from kvferry.testing.faults import Fault
@@ -79,7 +80,10 @@ class Rank:
     def _rank_part(self, number: int, part: Part, tp_index: int) -> RankPart:
         memory = self._memories[number]
         placement = self._setup.placement(self._setup.model.groups[part.group_index], tp_index)
-        copier = SlowCopier(memory.regions(), part.geometry, self._chance)
+        is_last = self.index == self._setup.rank_count - 1  # the others let the page store verify
+        copier = SlowCopier(
+            memory.regions(), part.geometry, self._chance, digest if is_last else None
+        )
         copier.chance_of_timeout = self._setup.stuck_gather_chance
         local = LocalPart(part, memory.regions(), placement)
         return RankPart(local, copier, bytes(16), part.namespace)
@@ -129,14 +133,19 @@ class Rank:
 
     # A step
 
-    def before_step(self, plan: bytes, new_blocks: Iterable[int]) -> None:
-        """The fence; then whatever the step may overwrite is overwritten."""
+    def before_step(self, plan: bytes, new_blocks: Iterable[int], rewritten: Iterable[int]) -> None:
+        """The fence; then whatever the step may overwrite is overwritten. What the engine rewrites
+        early is by then."""
         decoded = PLANS.decode(plan)
+        self._spoil(rewritten)
         self.jobs.before_step(decoded)
         if decoded.drop_stores:
             self._must_fail |= self._loading
         self._loading |= {load.request_id for load in decoded.loads}
-        for block in new_blocks:
+        self._spoil(new_blocks)
+
+    def _spoil(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
             for memory in self._memories.values():
                 memory.write(block, self._chance.randbytes(2 * 2 * CONTENT_BYTES))
 

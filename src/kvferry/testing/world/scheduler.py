@@ -59,6 +59,7 @@ class Step:
     items: list[Item] = field(default_factory=list)
     preempted: set[str] = field(default_factory=set)
     new_blocks: set[int] = field(default_factory=set)
+    rewritten: set[int] = field(default_factory=set)
     sibling_loads: list[tuple[SimRequest, Load]] = field(default_factory=list)
     plan: Plan = field(default_factory=Plan)
 
@@ -154,6 +155,7 @@ class Scheduler:
         if not (step.items or step.preempted or self.running):
             self._evict_holder(step)
         step.new_blocks, self._pool.new_blocks = self._pool.new_blocks, set()
+        step.rewritten = self._rewritten(step.new_blocks)
         step.plan = self._planner.build(self._planner_step(step))
         self._must_step = False
         return step
@@ -166,7 +168,14 @@ class Scheduler:
             preempted=frozenset(step.preempted),
             new_blocks=frozenset(step.new_blocks),
             tables=lambda request_id: self.requests[request_id].tables,
+            rewritten=frozenset(step.rewritten),
         )
+
+    def _rewritten(self, new_blocks: set[int]) -> set[int]:
+        """New blocks that the engine zeroes before anybody sees the plan."""
+        if self._chance.random() > 0.15:
+            return set()
+        return {block for block in sorted(new_blocks) if self._chance.random() < 0.5}
 
     # Running requests
 

@@ -122,7 +122,7 @@ def draw_setup(chance: Chance, model: Model) -> Setup:
         sibling_chance=chance.choice([0, 0.3]),
         is_sibling_first=chance.random() < 0.5,
         staging_slots=chance.choice([2, 3, 6, 12]),
-        stuck_gather_chance=chance.choice([0, 0, 0.2]),
+        stuck_gather_chance=chance.choice([0, 0.1, 0.5]),
         config=_draw_config(chance),
     )
 
