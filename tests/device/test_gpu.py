@@ -170,6 +170,25 @@ def test_a_job_that_fails_half_way_writes_nothing_after_it_has_failed():
     copier.close()
 
 
+class LateKernels(LateDevice):
+    """Copies whenever it can, and runs kernels only when there is nothing to copy."""
+
+    def step(self):
+        return any(queue.step() for queue in reversed(self._queues))
+
+
+@pytest.mark.skipif(HAS_GPU, reason="kernels are not interpreted")
+def test_a_gather_is_done_when_its_checksums_are():
+    """Else the page is written with checksums of nothing, and whoever reads it evicts it."""
+    rig = Rig(NESTINGS["opaque blocks"], range(1))
+    copier = copier_over(rig, LateKernels(), proves_pages=True)
+    rig.write_blocks([1, 2, 3], ["a", "b", "c"])
+    (done,) = complete(copier, [copier.submit_gather([Piece((1, 2, 3), rig.addresses[0])])])
+    (payload,) = rig.payloads(0)
+    assert done.checksums == ((checksum_reference(payload),),)
+    copier.close()
+
+
 def expected_block(rig: Rig, name: str) -> list[bytes]:
     rig.write_blocks([3], [name])
     return rig.read_block(3)

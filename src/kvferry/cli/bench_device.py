@@ -1,8 +1,11 @@
 """Measures the copier of GPU memory against what the machine can do, measured beside it.
 
     link      gather to and scatter from pinned staging, against one large copy of as many bytes
-    kernel    the kernels alone, in GPU memory, against a copy there (bytes read and written)
+    kernel    the kernels alone, in GPU memory, against a copy there (bytes read and written; of
+              the checksums, which only read, the bytes read)
     submit    what the calling thread spends on handing over one page
+
+`_verify`: with checksums, of what was gathered and before anything is scattered.
 
 Blocks have 16 tokens and are taken in a shuffled order, as a busy engine hands them out. Rates are
 medians of rounds in which the contenders take turns; only payload counts.
@@ -11,12 +14,13 @@ medians of rounds in which the contenders take turns; only payload counts.
 import statistics
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from kvferry.cli.bench_io import Memory
 from kvferry.clock import Clock
-from kvferry.device.base import Piece
+from kvferry.device.base import Done, Piece
 from kvferry.device.gpu import Cuda, Gpu, GpuCopier
 from kvferry.layout import PageGeometry, Region, default_chunk_tokens
 
@@ -58,9 +62,11 @@ LAYOUTS = ("tokens outside heads", "heads outside tokens")
 
 
 class Rig:
-    """Engine memory of one model in one layout, staging, and a copier. `close` at the end."""
+    """Engine memory of one model in one layout, staging, and two copiers: a plain one, and one
+    that proves pages. `close` at the end."""
 
-    def __init__(self, cuda: Cuda, model: Model, layout: str, buffer_bytes: int):
+    def __init__(self, clock: Clock, cuda: Cuda, model: Model, layout: str, buffer_bytes: int):
+        self._clock = clock
         self.cuda = cuda
         self.model = model
         self.staging = Memory(STAGING_BYTES)
@@ -74,8 +80,13 @@ class Rig:
         self.caches = [
             cuda.buffer(block_count * model.block_bytes) for _ in range(model.layer_count)
         ]
-        self.copier = GpuCopier(self.gpu, self._regions(layout, block_count), model.geometry)
-        self.gpu.open([self.copier.warm_up])
+        self.copier, self.proving = (
+            GpuCopier(
+                self.gpu, self._regions(layout, block_count), model.geometry, proves_pages=proves
+            )
+            for proves in (False, True)
+        )
+        self.gpu.open([self.copier.warm_up, self.proving.warm_up])
         self.gpu.is_ready(TIMEOUT_S)
         self._blocks = [index * SHUFFLE % block_count for index in range(block_count)]
 
@@ -100,7 +111,7 @@ class Rig:
             for index, cache in enumerate(self.caches)
         ]
 
-    def pieces(self, page_count: int) -> list[Piece]:
+    def pages(self, page_count: int) -> list[Piece]:
         return [
             Piece(
                 tuple(self._blocks[page * self.page_blocks :][: self.page_blocks]),
@@ -109,14 +120,33 @@ class Rig:
             for page in range(page_count)
         ]
 
-    def run(self, submit: Callable[[Sequence[Piece]], int], pieces: Sequence[Piece]) -> None:
-        """One job, from its submission to its end."""
-        job = submit(pieces)
-        self.await_end(job)
+    def jobs(self, page_count: int) -> dict[str, Callable[[], float]]:
+        """Each runs one job of so many pages, from its submission to its end, and returns when its
+        submission was over. A gather comes before a scatter that verifies what it has left."""
+        pieces = self.pages(page_count)
+        done = self._await_end(self.proving, self.proving.submit_gather(pieces))
+        proven = [
+            replace(piece, checksums=checksums)
+            for piece, checksums in zip(pieces, done.checksums, strict=True)
+        ]
+        return {
+            "gather": partial(self._run, self.copier, "submit_gather", pieces),
+            "gather_verify": partial(self._run, self.proving, "submit_gather", pieces),
+            "scatter": partial(self._run, self.copier, "submit_scatter", pieces),
+            "scatter_verify": partial(self._run, self.proving, "submit_scatter", proven),
+        }
 
-    def await_end(self, job: int) -> None:
-        while job not in [done.job for done in self.copier.poll()]:
-            pass
+    def _run(self, copier: GpuCopier, verb: str, pieces: Sequence[Piece]) -> float:
+        job = getattr(copier, verb)(pieces)
+        submitted_s = self._clock.now_s()
+        assert not self._await_end(copier, job).failed
+        return submitted_s
+
+    def _await_end(self, copier: GpuCopier, job: int) -> Done:
+        while True:
+            for done in copier.poll():
+                if done.job == job:
+                    return done
 
     def copy(self, is_out: bool) -> None:
         """As many bytes as all pages have, at once."""
@@ -130,6 +160,7 @@ class Rig:
 
     def close(self) -> None:
         self.copier.close()
+        self.proving.close()
         self.gpu.close()
 
 
@@ -139,14 +170,14 @@ def measure(clock: Clock, cuda: Cuda, round_count: int) -> list[dict[str, Any]]:
     for model in MODELS:
         for layout in LAYOUTS:
             row: dict[str, Any] = {"model": model.name, "layout": layout}
-            row |= _link(clock, Rig(cuda, model, layout, BUFFER_BYTES), round_count)
-            row |= _kernel(clock, Rig(cuda, model, layout, 4 * KERNEL_BYTES), round_count)
+            row |= _link(clock, Rig(clock, cuda, model, layout, BUFFER_BYTES), round_count)
+            row |= _kernel(clock, Rig(clock, cuda, model, layout, 4 * KERNEL_BYTES), round_count)
             rows.append(row)
     return rows
 
 
 def _link(clock: Clock, rig: Rig, round_count: int) -> dict[str, Any]:
-    pieces = rig.pieces(rig.page_count)
+    jobs = rig.jobs(rig.page_count)
     total_bytes = rig.page_count * rig.payload_bytes
     rates = _rates(
         clock,
@@ -154,37 +185,42 @@ def _link(clock: Clock, rig: Rig, round_count: int) -> dict[str, Any]:
         total_bytes,
         {
             "copy_out": lambda: rig.copy(True),
-            "gather": lambda: rig.run(rig.copier.submit_gather, pieces),
+            "gather": jobs["gather"],
+            "gather_verify": jobs["gather_verify"],
             "copy_in": lambda: rig.copy(False),
-            "scatter": lambda: rig.run(rig.copier.submit_scatter, pieces),
+            "scatter": jobs["scatter"],
+            "scatter_verify": jobs["scatter_verify"],
         },
     )
-    submit_us = [_submit_us(clock, rig) for _ in range(20 * round_count)]
+    submit_us = {
+        name: round(_submit_us(clock, job, 20 * round_count), 1)
+        for name, job in rig.jobs(1).items()
+    }
     rig.close()
     return {
         "page_bytes": rig.payload_bytes,
         "link_gb_per_s": _rounded(rates),
         "link_ratios": {
-            "gather": round(rates["gather"] / rates["copy_out"], 3),
-            "scatter": round(rates["scatter"] / rates["copy_in"], 3),
+            name: round(rates[name] / rates["copy_out" if "gather" in name else "copy_in"], 3)
+            for name in jobs
         },
-        "submit_one_page_us": round(statistics.median(submit_us), 1),
+        "submit_one_page_us": submit_us,
     }
 
 
-def _submit_us(clock: Clock, rig: Rig) -> float:
-    pieces, started_s = rig.pieces(1), clock.now_s()
-    job = rig.copier.submit_gather(pieces)
-    taken_s = clock.now_s() - started_s
-    rig.await_end(job)
-    return taken_s * 1e6
+def _submit_us(clock: Clock, job: Callable[[], float], round_count: int) -> float:
+    times_s = []
+    for _ in range(round_count):
+        started_s = clock.now_s()
+        times_s.append(job() - started_s)
+    return statistics.median(times_s) * 1e6
 
 
 def _kernel(clock: Clock, rig: Rig, round_count: int) -> dict[str, Any]:
     """The kernels over one large chunk, many pages at once."""
-    ids = rig.cuda.slip(
-        array("q", [id_ for piece in rig.pieces(rig.page_count) for id_ in piece.blocks])
-    )
+    slice_count = rig.page_count * rig.model.head_count
+    ids = [id_ for page in rig.pages(rig.page_count) for id_ in page.blocks]
+    slip = rig.cuda.slip(array("q", [*[0] * (2 * slice_count), *ids]))
     queue = rig.gpu.lane(True).kernels
     source, target = (rig.cuda.buffer(KERNEL_BYTES) for _ in range(2))
 
@@ -195,27 +231,30 @@ def _kernel(clock: Clock, rig: Rig, round_count: int) -> dict[str, Any]:
 
         return run
 
-    def move(is_gather: bool) -> Callable[[], None]:
-        return timed(
-            lambda: rig.copier.mover.move(is_gather, ids, target.data_ptr(), rig.page_blocks)
-        )
-
-    verbs = {"gather": move(True), "scatter": move(False)}
+    address, page_blocks = target.data_ptr(), rig.page_blocks
+    move, prove = rig.copier.mover.move, rig.proving.prover.prove
+    blocks = slip[2 * slice_count :]
+    verbs = {
+        "gather": timed(lambda: move(True, blocks, address, page_blocks)),
+        "scatter": timed(lambda: move(False, blocks, address, page_blocks)),
+    }
+    checksums = {"checksums": timed(lambda: prove(slip, slice_count, address, page_blocks, False))}
     moved_bytes = 2 * rig.page_count * rig.payload_bytes
     rates = _rates(clock, round_count, moved_bytes, verbs)
     copy = {"copy": timed(lambda: target.copy_(source))}
     rates |= _rates(clock, round_count, 2 * KERNEL_BYTES, copy)
+    rates |= _rates(clock, round_count, moved_bytes // 2, checksums)
     rig.close()
     return {
         "kernel_gb_per_s": _rounded(rates),
         "kernel_ratios": {
-            name: round(rates[name] / rates["copy"], 3) for name in ("gather", "scatter")
+            name: round(rates[name] / rates["copy"], 3) for name in (*verbs, *checksums)
         },
     }
 
 
 def _rates(
-    clock: Clock, round_count: int, moved_bytes: int, verbs: dict[str, Callable[[], None]]
+    clock: Clock, round_count: int, moved_bytes: int, verbs: dict[str, Callable[[], Any]]
 ) -> dict[str, float]:
     """Medians, the verbs in turn, after a round that does not count."""
     times_s: dict[str, list[float]] = {name: [] for name in verbs}
