@@ -200,6 +200,15 @@ def test_nobody_waits_longer_than_the_deadline(scheduler):
     assert scheduler.consumer.plan().drops == ("r",)
 
 
+def test_new_weights_take_nothing_from_old_ones(scheduler):
+    scheduler.ready()
+    params = scheduler.offer()
+    scheduler.consumer.rename(b"w" * 32)
+    assert scheduler.consumer.matched("r", 0) == 0
+    assert scheduler.consumer.plan().drops == ("r",)
+    assert scheduler.arrive(params).watches == ()
+
+
 def test_with_a_full_quarantine_nothing_is_promised(scheduler):
     scheduler.ready()
     scheduler.consumer.receive(Report(is_full=True))

@@ -16,6 +16,7 @@ One thread: the mover's, except that the engine's empties `granted` and `refused
 
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
+from enum import Enum
 
 from kvferry.clock import Clock
 from kvferry.metrics import Metrics
@@ -28,6 +29,8 @@ from kvferry.transfer.settings import Settings
 
 LINGER_S = 0.2
 """For how long a transfer stays claimed after its last request has let go of it."""
+LOOK_S = 0.05
+"""How often a transfer is looked at that has all it needs: there may be hundreds."""
 
 
 @dataclass(slots=True)
@@ -48,14 +51,24 @@ class RankClaim:
         return bool(self.generation)
 
 
+class Told(Enum):
+    """What a request knows of its transfer."""
+
+    NOTHING = "nothing"
+    GRANTED = "granted"
+    REFUSED = "refused"
+
+
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """See the module. `users`: requests; True once they were told."""
+    """See the module. `users`: requests, and what they were told last. `due_s`: when to look at it
+    again."""
 
     offer: Offer
     peer: Peer
     deadline_s: float
-    users: dict[str, bool] = field(default_factory=dict)
+    due_s: float = float("-inf")
+    users: dict[str, Told] = field(default_factory=dict)
     claims: dict[int, RankClaim] = field(default_factory=dict)
     refusal: str = ""
     idle_since_s: float | None = None
@@ -118,7 +131,8 @@ class Claims:
             deadline_s = self._clock.now_s() + self._settings.claim_deadline_s
             transfer = Transfer(offer, self._peers.want(offer), deadline_s)
             self._transfers[offer.transfer] = transfer
-        transfer.users[request_id] = False
+        transfer.users[request_id] = Told.NOTHING
+        transfer.due_s = self._clock.now_s()
         transfer.idle_since_s = None
         self._by_request[request_id] = transfer
 
@@ -136,9 +150,12 @@ class Claims:
     def step(self) -> None:
         now_s = self._clock.now_s()
         for transfer in list(self._transfers.values()):
-            if not transfer.refusal:
+            if now_s >= transfer.due_s and not transfer.refusal:
                 self._pursue(transfer, now_s)
-            self._tell(transfer)
+                self._tell(transfer)
+                transfer.due_s = now_s + LOOK_S if transfer.is_granted else now_s
+            elif transfer.refusal:
+                self._tell(transfer)
             idle_since_s = transfer.idle_since_s
             if idle_since_s is not None and (transfer.refusal or now_s > idle_since_s + LINGER_S):
                 self._end(transfer)
@@ -146,6 +163,7 @@ class Claims:
     def confirm(self, transfer: Transfer, rank: int) -> None:
         """Asks a source at once whether it still holds what was read."""
         transfer.claims[rank].is_urgent = True
+        transfer.due_s = self._clock.now_s()
 
     def refuse(self, transfer: Transfer, reason: str) -> None:
         if not transfer.refusal:
@@ -223,13 +241,13 @@ class Claims:
     def _tell(self, transfer: Transfer) -> None:
         if not (transfer.refusal or transfer.is_granted):
             return
-        for request_id, was_told in transfer.users.items():
-            if not was_told:
-                transfer.users[request_id] = True
-                if transfer.refusal:
-                    self.refused.append((request_id, transfer.refusal))
-                else:
-                    self.granted.append(request_id)
+        news = Told.REFUSED if transfer.refusal else Told.GRANTED
+        for request_id in [user for user, told in transfer.users.items() if told is not news]:
+            transfer.users[request_id] = news
+            if transfer.refusal:
+                self.refused.append((request_id, transfer.refusal))
+            else:
+                self.granted.append(request_id)
 
     def _end(self, transfer: Transfer) -> None:
         for rank in transfer.claims:

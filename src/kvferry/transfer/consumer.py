@@ -172,6 +172,14 @@ class Consumer:
             self._finish(record, "aborted")
         return is_loading
 
+    def rename(self, namespace: bytes) -> None:
+        """The engine is another one now (its weights have changed). Nothing is loaded any more for
+        requests that came before; loads under way are failed by their ranks."""
+        self._namespace = namespace
+        for record in self._records.values():
+            if record.state not in (State.OVER, State.LOADING):
+                self._finish(record, "namespace")
+
     def _advance(self, record: Record) -> None:
         now_s = self._clock.now_s()
         if record.state is State.CHECKING:

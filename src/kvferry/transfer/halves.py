@@ -55,8 +55,9 @@ class ConsumerPlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's word. Each request that is watched is in `granted` or `refused` (with a reason)
-    exactly once, unless it was dropped. `is_full`: too much is in quarantine to begin anything."""
+    """One rank's word. Each request that is watched is `granted` or `refused` (with a reason), and
+    may be refused later although it was granted, unless it was dropped. `is_full`: too much is in
+    quarantine to begin anything."""
 
     granted: tuple[str, ...] = ()
     refused: tuple[tuple[str, str], ...] = ()

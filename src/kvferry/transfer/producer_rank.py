@@ -5,6 +5,7 @@ claims them, and end. `begin` and `take_ended` are the engine's thread's, the re
 """
 
 from collections import deque
+from dataclasses import dataclass
 
 from kvferry.clock import Clock
 from kvferry.errors import IncompatibleError, UnavailableError
@@ -14,6 +15,14 @@ from kvferry.transfer.halves import ProducerPlan
 from kvferry.transfer.lease import LeaseBook
 from kvferry.transfer.messages import Body, Claim, Grant, Release, seal_message
 from kvferry.transfer.settings import Settings
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Who can be answered. `heard_s`: when it last said something."""
+
+    description: bytes
+    heard_s: float = 0.0
 
 
 class ProducerRank:
@@ -28,7 +37,7 @@ class ProducerRank:
         self._is_aside = False
         self._plans: deque[ProducerPlan] = deque()
         self._ended: deque[str] = deque()
-        self._readers: dict[str, float] = {}  # name, when it was heard of last
+        self._readers: dict[str, _Reader] = {}
 
     # Engine's thread
 
@@ -102,12 +111,10 @@ class ProducerRank:
 
     def _answer(self, claim: Claim, grant: Grant) -> None:
         """Best effort: a reader that gets no answer asks again."""
-        try:
-            name = self._link.connect(claim.description)
-        except (IncompatibleError, UnavailableError):
+        name = claim.sender
+        if not self._meet(claim):
             self._metrics.count("kvferry_transfer_messages_dropped_total", reason="no_way_back")
             return
-        self._readers[name] = self._clock.now_s()
         grant = Grant(
             self._link.name,
             grant.serial,
@@ -122,9 +129,21 @@ class ProducerRank:
             self._metrics.count("kvferry_transfer_messages_dropped_total", reason="no_way_back")
             self._forget(name)  # what is known of the way is stale: the next claim connects anew
 
+    def _meet(self, claim: Claim) -> bool:
+        """Knows the way back to who sent it, by what it says."""
+        reader = self._readers.get(claim.sender)
+        if reader is None or reader.description != claim.description:
+            try:
+                name = self._link.connect(claim.description)
+            except (IncompatibleError, UnavailableError):
+                return False
+            reader = self._readers[name] = _Reader(claim.description)
+        reader.heard_s = self._clock.now_s()
+        return claim.sender in self._readers
+
     def _forget_idle(self) -> None:
         idle_since_s = self._clock.now_s() - self._settings.peer_idle_s
-        for name in [name for name, at_s in self._readers.items() if at_s < idle_since_s]:
+        for name in [n for n, reader in self._readers.items() if reader.heard_s < idle_since_s]:
             self._forget(name)
 
     def _forget(self, name: str) -> None:
