@@ -10,11 +10,12 @@ from kvferry.layout import HEADER_BYTES, PageGeometry, Region
 from kvferry.testing.device import complete
 from kvferry.testing.staging import Buffer
 
-if not all(importlib.util.find_spec(name) for name in ("torch", "triton")):
-    pytest.skip("needs torch and triton", allow_module_level=True)
+if not all(importlib.util.find_spec(name) for name in ("torch", "triton", "kvferry._native")):
+    pytest.skip("needs torch, triton and the native extension", allow_module_level=True)
 
 import torch
 
+from kvferry import _native
 from tests.device.interpreted import HAS_GPU
 
 from kvferry.device.gpu import Cuda, Gpu, GpuCopier  # isort: skip
@@ -97,6 +98,17 @@ class Caches:
         slices = pages.view(PAGES, self.geometry.slice_count, self.geometry.slice_bytes)
         return slices[:, :, HEADER_BYTES:][:, :, : self.geometry.payload_bytes].clone()
 
+    def checksums(self):
+        """Of all of staging, by page and slice, as the processor computes them."""
+        geometry = self.geometry
+        starts = [
+            self.staging.address + index * geometry.slice_bytes + HEADER_BYTES
+            for index in range(PAGES * geometry.slice_count)
+        ]
+        found = [_native.checksum(start, geometry.padded_payload_bytes) for start in starts]
+        count = geometry.slice_count
+        return tuple(tuple(found[page * count :][:count]) for page in range(PAGES))
+
     def close(self):
         self.copier.close()
         self._gpu.close()
@@ -129,20 +141,66 @@ SHAPES = [
 def test_what_is_gathered_is_scattered_elsewhere(caches_of, order, shape):
     caches = caches_of(order, **shape)
     pieces = caches.pieces()
-    complete(caches.copier, [caches.copier.submit_gather(pieces)])
+    (gathered,) = complete(caches.copier, [caches.copier.submit_gather(pieces)])
     content = caches.expected(pieces)
     assert torch.equal(caches.payloads(), content)
+    assert gathered.checksums == caches.checksums()
     wanted = caches.memory.clone()
     targets = caches.pieces()
     for source, target in zip(pieces, targets, strict=True):
         for old, new in list(zip(source.blocks, target.blocks, strict=True))[1:]:
             caches.view_of(wanted)[:, new] = caches.view[:, old]
     scatters = [
-        Piece((SKIP, *target.blocks[1:]), source.staging_address)
-        for source, target in zip(pieces, targets, strict=True)
+        Piece((SKIP, *target.blocks[1:]), source.staging_address, checksums)
+        for source, target, checksums in zip(pieces, targets, gathered.checksums, strict=True)
     ]
-    complete(caches.copier, [caches.copier.submit_scatter(scatters)])
+    (scattered,) = complete(caches.copier, [caches.copier.submit_scatter(scatters)])
+    assert scattered.failed == ()
     assert torch.equal(caches.memory, wanted)
+
+
+@pytest.mark.parametrize("offset_bytes", [0, 1, 1 << 15, -1])
+@pytest.mark.parametrize("head", [0, 3, 7])
+def test_a_damaged_page_is_not_scattered_and_all_others_are(caches_of, head, offset_bytes):
+    caches = caches_of(("layer", "block", "token", "head"))
+    pieces = caches.pieces()
+    (gathered,) = complete(caches.copier, [caches.copier.submit_gather(pieces)])
+    geometry = caches.geometry
+    start = 2 * geometry.page_bytes + head * geometry.slice_bytes + HEADER_BYTES
+    caches.staging.view[start + offset_bytes % geometry.padded_payload_bytes] ^= 1
+    caches.memory.fill_(7)
+    scatters = [
+        Piece(piece.blocks, piece.staging_address, checksums)
+        for piece, checksums in zip(pieces, gathered.checksums, strict=True)
+    ]
+    caches.copier.order_scatters()
+    (scattered,) = complete(caches.copier, [caches.copier.submit_scatter(scatters)])
+    assert scattered.failed == (2,)
+    wanted = caches.payloads()
+    wanted[2] = 7
+    assert torch.equal(caches.expected(pieces), wanted)
+
+
+def test_verifying_makes_the_host_wait_for_nothing(caches_of):
+    caches = caches_of(("layer", "block", "token", "head"))
+    pieces = caches.pieces()
+    (gathered,) = complete(caches.copier, [caches.copier.submit_gather(pieces)])
+    scatters = [
+        Piece(piece.blocks, piece.staging_address, checksums)
+        for piece, checksums in zip(pieces, gathered.checksums, strict=True)
+    ]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(SLOW_CYCLES)
+        caches.copier.order_scatters()
+        job = caches.copier.submit_scatter(scatters)
+        assert caches.copier.poll() == []
+        assert caches.copier.finish([job], 0.0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    (scattered,) = complete(caches.copier, [job])
+    assert scattered.failed == ()
 
 
 def test_a_gather_waits_for_the_engine_and_the_engine_for_the_fence(caches_of):
