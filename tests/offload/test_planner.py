@@ -1,9 +1,12 @@
 """The scheduler half: what is asked, loaded and stored, and for how long anything waits."""
 
+from itertools import chain
+
 import msgspec
 import pytest
 
 from kvferry.catalog.base import Commit
+from kvferry.offload import due
 from kvferry.offload.base import Report
 from kvferry.offload.room import space_of, unpack
 from tests.offload.parts import CONFIG, Bench, PlainRequest, make_part
@@ -102,6 +105,90 @@ def test_what_a_sibling_loaded_is_not_stored_nor_what_hangs_on_it(bench):
     bench.background()
     bench.planner.match("b", 16, 32)
     assert stored(bench.step({"b": (16, 16)}, frozenset([90, 91, 92, 93]))) == []
+
+
+def test_nor_is_it_where_its_request_is_not_cacheable(bench):
+    request = PlainRequest("a", TOKENS)
+    request.is_cacheable = False
+    bench.planner.on_new_request(request)
+    bench.tables["a"] = [list(range(1, 9))]
+    bench.planner.match("a", 0, 32)
+    assert stored(bench.admit("a", 8, 24)) == []  # 8 tokens came from elsewhere
+    bench.begin("b", [*TOKENS[:16], *range(16)])
+    bench.tables["b"] = [[1, 2, 3, 4, 90, 91, 92, 93]]
+    bench.planner.match("b", 16, 32)
+    assert stored(bench.step({"b": (16, 16)}, frozenset([90, 91, 92, 93]))) == []
+
+
+def decode(bench: Bench, request: PlainRequest, first: int, end: int) -> list[list[int]]:
+    """Steps that compute the tokens [first, end) one by one. Which chunks each plan stores."""
+    plans = []
+    for computed in range(first, end):
+        request.tokens = TOKENS[: computed + 1]
+        plans.append(stored(bench.step({request.request_id: (computed, 1)})))
+    return plans
+
+
+def test_where_many_decode_their_chunks_are_stored_a_few_steps_later_at_most(bench, monkeypatch):
+    monkeypatch.setattr(due, "MANY_REQUESTS", 1)
+    request = bench.begin("a", TOKENS)
+    request.tokens = TOKENS[:9]
+    plans = [stored(bench.admit("a", 0, 9)), *decode(bench, request, 9, 28)]
+    for chunk_index, complete_in in enumerate((0, 7, 15)):
+        (planned_in,) = (index for index, plan in enumerate(plans) if chunk_index in plan)
+        assert complete_in <= planned_in < complete_in + due.TOGETHER_STEPS
+
+
+def test_what_is_not_planned_yet_when_one_of_many_ends_is_stored(bench, monkeypatch):
+    monkeypatch.setattr(due, "MANY_REQUESTS", 1)
+    for end in range(17, 28):  # planned or not: nothing is lost, nothing stored twice
+        name = f"request {end}"
+        request = bench.begin(name, [end, *TOKENS[1:]])
+        request.tokens = request.tokens[:9]
+        plans = [stored(bench.admit(name, 0, 9))]
+        for computed in range(9, end):
+            request.tokens = [end, *TOKENS[1 : computed + 1]]
+            plans.append(stored(bench.step({name: (computed, 1)})))
+        request.tokens.append(7)
+        bench.planner.finished(name, bench.tables[name])
+        plans.append(stored(bench.step()))
+        assert list(chain(*plans)) == list(range(end // 8))
+
+
+def test_a_windows_blocks_are_not_waited_for(monkeypatch):
+    monkeypatch.setattr(due, "MANY_REQUESTS", 1)
+    bench = Bench(parts=(make_part(window_tokens=16),))
+    bench.agree()
+    bench.begin("a", TOKENS)
+    assert stored(bench.admit("a", 0, 32)) == [0, 1, 2, 3]
+
+
+class Counted(dict):
+    """A dict that counts how often it is asked."""
+
+    asked_count = 0
+
+    def __getitem__(self, key):
+        self.asked_count += 1
+        return super().__getitem__(key)
+
+
+def test_without_slots_a_step_costs_what_it_costs_with_them(bench):
+    """A full disk must not make every step look at every request."""
+    bench.catalog.close()
+    request = bench.begin("a", TOKENS)
+    bench.tables = Counted(bench.tables)
+    request.tokens = TOKENS[:9]
+    assert stored(bench.admit("a", 0, 9)) == []
+    asked_count = bench.tables.asked_count
+    assert decode(bench, request, 9, 15) == [[]] * 6
+    assert bench.tables.asked_count == asked_count
+
+    bench.catalog.open(bench.facts.store_id, bench.facts.capacity_bytes, bench.facts.segment_bytes)
+    bench.clock.advance(5.0)
+    bench.step()
+    bench.background()
+    assert list(chain(*decode(bench, request, 15, 18))) == [0, 1]
 
 
 def test_a_reset_makes_a_namespace_that_nobody_has(bench):

@@ -26,6 +26,11 @@ class Due:
         self._later: dict[int, list[str]] = {}
         self._waiting: set[str] = set()
 
+    @property
+    def are_many(self) -> bool:
+        """Whether the requests of the step are looked at together."""
+        return self._stride > 1
+
     def soon(self, request_id: str) -> None:
         """Due as soon as it is scheduled."""
         self._soon.add(request_id)
