@@ -40,7 +40,7 @@ def counted(tmp_path, *events):
 
 
 OURS = "kvferry/device/gpu.py(300): finish"
-VLLMS = "vllm/v1/worker/gpu_model_runner.py(1): execute_model"
+VLLMS = "/home/kvferry/.venv/lib/python3.12/site-packages/vllm/v1/worker/gpu_worker.py(1): execute"
 
 
 def test_a_call_that_blocks_the_engines_thread_inside_kvferry_is_found(tmp_path):
@@ -72,7 +72,7 @@ def test_what_vllm_other_threads_and_the_benchmark_do_is_not_kvferrys(tmp_path):
         event("python_function", "kvferry/cli/decode_steps.py(1): run", 0, 1000),
         event("python_function", VLLMS, 0, 100),
         event("cuda_runtime", "cudaStreamSynchronize", 15, 5),
-        event("python_function", OURS, 200, 20, thread=OTHER_THREAD),
+        event("python_function", f"/site/{OURS}", 200, 20, thread=OTHER_THREAD),
         event("cuda_runtime", "cudaStreamSynchronize", 205, 5, thread=OTHER_THREAD),
         event("python_function", OURS, 300, 20),
         event("cuda_runtime", "cudaLaunchKernel", 305, 5),

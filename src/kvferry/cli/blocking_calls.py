@@ -5,6 +5,7 @@ out. A copy of memory that is not pinned blocks as well, whatever it is called.
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ BLOCKING = (
     "cudaHostRegister",
 )
 RUNTIME = ("cuda_runtime", "cuda_driver")
-OWN, BENCHMARK = "kvferry/", "kvferry/cli/"
+OWN_FRAME = re.compile(r"(?:^|/)kvferry/(?!cli/)[\w/]+\.py\(")
 
 Event = Mapping[str, Any]
 
@@ -62,7 +63,7 @@ def _blocks(call: Event, pageable: set[int]) -> bool:
 
 
 def _is_ours(frame: Event) -> bool:
-    return OWN in frame["name"] and BENCHMARK not in frame["name"]
+    return OWN_FRAME.search(frame["name"]) is not None
 
 
 def _inside(calls: Sequence[Event], frames: Sequence[Event]) -> Iterator[tuple[Event, Event]]:
