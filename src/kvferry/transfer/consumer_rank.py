@@ -31,6 +31,9 @@ from kvferry.transfer.session import Peers
 from kvferry.transfer.settings import Settings
 from kvferry.transfer.unload import Unloaders
 
+POSTING_S = 0.05
+"""For how long one round begins reads."""
+
 
 class ConsumerRank:
     """See the module. `open` acquires staging and registers it; the link is open before. `close` is
@@ -252,9 +255,10 @@ class ConsumerRank:
         return "", chunks
 
     def _post(self) -> bool:
-        """Starts the reads for which there is staging."""
-        moved = False
-        while self._waiting:
+        """Starts the reads for which there is staging. Some transports copy while a read is posted:
+        leases must be renewed and ends taken in between."""
+        moved, end_s = False, self._clock.now_s() + POSTING_S
+        while self._waiting and self._clock.now_s() <= end_s:
             chunk = self._waiting[0]
             if chunk.is_wanted and not chunk.session.is_ready:
                 with self._lock:
