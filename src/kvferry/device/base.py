@@ -45,9 +45,9 @@ class Piece:
 
 
 class Done(NamedTuple):
-    """A job that is done. `failed`: which pieces of a scatter, by their place in it, did not have
-    their checksums; nothing of them was written. `checksums`: of a gather's pieces, by slice; ()
-    if the copier does not prove pages."""
+    """A job that is done. `failed`: pieces of a scatter that did not have their checksums, by their
+    place in it, in any order; nothing of them was written. `checksums`: of a gather's pieces, by
+    slice; () if the copier does not prove pages."""
 
     job: int
     failed: tuple[int, ...] = ()

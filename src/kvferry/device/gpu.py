@@ -125,29 +125,44 @@ class _Chunk:
 class _Batch:
     """Pieces that go through one chunk, one after the other, by ascending staging address.
 
-    `indices`: their places in the job. `slip`: see `SliceProver`; it must live until the kernels
-    have run. `slice_count`: how many checksums it holds, 0 if nobody wants them.
+    `indices`: their places in the job. `expected`: 8 bytes for the checksum of each slice; empty if
+    nobody wants them. `slip`: see `SliceProver`; it must live until the kernels have run.
     """
 
     indices: tuple[int, ...]
     addresses: tuple[int, ...]
     block_count: int
-    slice_count: int
+    expected: bytes
     slip: torch.Tensor
+
+    @property
+    def slice_count(self) -> int:
+        return len(self.expected) // 8
 
     @property
     def block_ids(self) -> torch.Tensor:
         return self.slip[2 * self.slice_count :]
 
-    def checksums(self) -> dict[int, tuple[int, ...]]:
-        """What the kernel has found, by place in the job. Once the batch is done."""
-        found = self.slip[: self.slice_count].view(torch.uint64).tolist()
-        heads = self.slice_count // len(self.indices)
-        return {
-            index: tuple(found[place * heads : (place + 1) * heads])
-            for place, index in enumerate(self.indices)
-            if heads
-        }
+    def found(self) -> list[tuple[int, bytes]]:
+        """Checksums of each piece, by its place in the job. Once the batch is done."""
+        return list(zip(self.indices, self._by_piece(self._found()), strict=False))
+
+    def failed(self) -> list[int]:
+        """Places in the job of pieces that are damaged. Once the batch is done."""
+        found = self._found()
+        if found == self.expected:
+            return []
+        pieces = zip(
+            self.indices, self._by_piece(found), self._by_piece(self.expected), strict=True
+        )
+        return [index for index, sums, expected in pieces if sums != expected]
+
+    def _found(self) -> bytes:
+        return ctypes.string_at(self.slip.data_ptr(), len(self.expected))
+
+    def _by_piece(self, sums: bytes) -> list[bytes]:
+        count = len(sums) // len(self.indices)
+        return [sums[start : start + count] for start in range(0, len(sums), count or 1)]
 
 
 @dataclass(slots=True, eq=False)
@@ -163,11 +178,10 @@ class _Job:
 
     def result(self) -> Done:
         """Once the last mark was passed."""
-        found = {i: sums for batch in self.batches for i, sums in batch.checksums().items()}
         if self.is_gather:
-            return Done(self.number, checksums=tuple(found[i] for i in sorted(found)))
-        failed = (i for i, checksums in found.items() if checksums != self.pieces[i].checksums)
-        return Done(self.number, tuple(sorted(failed)))
+            found = sorted(sums for batch in self.batches for sums in batch.found())
+            return Done(self.number, checksums=tuple(tuple(array("Q", s)) for _, s in found))
+        return Done(self.number, tuple(i for batch in self.batches for i in batch.failed()))
 
 
 class _Lane:
@@ -452,17 +466,16 @@ class GpuCopier:
     def _batch(self, is_gather: bool, places: Sequence[tuple[int, Piece]]) -> _Batch:
         """`places`: pieces with their places in the job."""
         indices, pieces = zip(*places, strict=True)
-        checksums = [checksum for piece in pieces for checksum in piece.checksums or ()]
+        expected = array("Q", (c for piece in pieces for c in piece.checksums or ())).tobytes()
         if is_gather and self.proves_pages:
-            checksums = [0] * (len(pieces) * self._head_count)
-        words = array("q", bytes(8 * len(checksums)))
-        words.frombytes(array("Q", checksums).tobytes())
+            expected = bytes(8 * len(pieces) * self._head_count)
+        words = array("q", bytes(len(expected)) + expected)
         words.extend(id_ for piece in pieces for id_ in piece.blocks)
         return _Batch(
             indices,
             tuple(piece.staging_address for piece in pieces),
             len(pieces[0].blocks),
-            len(checksums),
+            expected,
             self._gpu.cuda.slip(words),
         )
 
