@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvferry.vllm_plugin.request import Adapters, EngineRequest
+from kvferry.vllm_plugin.sharing import EVERYTHING, Sharing
 
 LATER_S = 1e10
 """An engine that starts after every file of a test has been written."""
@@ -22,7 +23,7 @@ class Chance:
         return self.count.to_bytes(length, "big")
 
 
-def request(adapters=None, **changes) -> EngineRequest:
+def request(adapters=None, sharing=EVERYTHING, **changes) -> EngineRequest:
     fields = {
         "request_id": "r",
         "all_token_ids": list(range(256)),
@@ -34,7 +35,7 @@ def request(adapters=None, **changes) -> EngineRequest:
         "resumable": False,
     }
     return EngineRequest(
-        SimpleNamespace(**(fields | changes)), adapters or Adapters(Chance(), LATER_S)
+        SimpleNamespace(**(fields | changes)), adapters or Adapters(Chance(), LATER_S), sharing
     )
 
 
@@ -157,3 +158,16 @@ def test_tokens_among_vectors_are_told_apart():
 def test_sessions_and_log_probabilities_of_prompts_are_left_alone():
     assert not request(resumable=True).is_cacheable
     assert not request(skip_reading_prefix_cache=True).is_readable
+
+
+def test_a_model_that_reads_whole_prompts_is_left_alone():
+    """A prompt of which a part was loaded would end the engine."""
+    assert not request(sharing=Sharing(prefixes=False)).is_cacheable
+
+
+def test_images_without_a_name_are_left_alone_and_text_is_not():
+    """The first image of each engine would have the name of the first of all others."""
+    numbered = Sharing(media=False)
+
+    assert not request(sharing=numbered, mm_features=[image("mm-1", 0, 8)]).is_cacheable
+    assert request(sharing=numbered).is_cacheable

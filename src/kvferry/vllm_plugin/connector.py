@@ -12,17 +12,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.logger import init_logger
 
 from kvferry.clock import Clock, SystemClock
 from kvferry.config import Config, decode
 from kvferry.metrics import Metrics
 from kvferry.offload.build import open_planner
-from kvferry.vllm_plugin import refusals, stats, versions
+from kvferry.vllm_plugin import refusals, sharing, stats, versions
 from kvferry.vllm_plugin.facade import SchedulerSide, WorkerSide
 from kvferry.vllm_plugin.messages import StepMetadata, WorkerMetadata
 from kvferry.vllm_plugin.request import Adapters
 from kvferry.vllm_plugin.scheduler import SchedulerRole
 from kvferry.vllm_plugin.worker import WorkerRole
+
+log = init_logger("vllm.kvferry")
 
 
 class FerryStoreConnector(KVConnectorBase_V1, SupportsHMA):
@@ -49,10 +52,14 @@ class FerryStoreConnector(KVConnectorBase_V1, SupportsHMA):
         rank_count = self._vllm_config.parallel_config.world_size
         planner = open_planner(config, clock, self._metrics, rank_count)
         groups = self._kv_cache_config.kv_cache_groups
+        shared = sharing.of_engine(self._vllm_config)
+        for reason in shared.reasons():
+            log.warning("%s", reason)
         role = SchedulerRole(
             planner,
             Adapters(clock.random_bytes, clock.wall_s()),
             [group.kv_cache_spec.block_size for group in groups],
+            shared,
         )
         return SchedulerSide(role, self._metrics)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kvferry.keys import encode_extras
+from kvferry.vllm_plugin.sharing import EVERYTHING, Sharing
 from kvferry.vllm_plugin.weights import adapter_digest
 
 Signature = tuple[tuple[str, int, int, int], ...]
@@ -58,20 +59,24 @@ class Adapters:
 class EngineRequest:
     """`offload.base.Request` over a vLLM request, which it keeps alive. Any thread may read it."""
 
-    def __init__(self, request: Any, adapters: Adapters):
+    def __init__(self, request: Any, adapters: Adapters, sharing: Sharing = EVERYTHING):
         self.request_id: str = request.request_id
         self.tokens: Sequence[int] = request.all_token_ids
         self._request = request
         self._adapters = adapters
+        self._sharing = sharing
         self._adapter: bytes | None = None
 
     @property
     def is_cacheable(self) -> bool:
         """Sessions that go on with other tokens are not followed; an adapter that is no folder
         cannot be named."""
-        lora = self._request.lora_request
+        request, sharing = self._request, self._sharing
+        if not sharing.prefixes or (request.mm_features and not sharing.media):
+            return False
+        lora = request.lora_request
         is_named = lora is None or self._adapters.is_folder(lora.lora_path)
-        return is_named and not getattr(self._request, "resumable", False)
+        return is_named and not getattr(request, "resumable", False)
 
     @property
     def is_readable(self) -> bool:

@@ -9,6 +9,7 @@ from kvferry.offload.base import Plan, Step
 from kvferry.offload.planner import Planner
 from kvferry.vllm_plugin.messages import WorkerMetadata
 from kvferry.vllm_plugin.request import Adapters, EngineRequest
+from kvferry.vllm_plugin.sharing import EVERYTHING, Sharing
 from kvferry.vllm_plugin.versions import TableSource, rewritten_blocks
 
 NULL_BLOCK = 0
@@ -18,16 +19,23 @@ class SchedulerRole:
     """Translates. Knows for each request how many tokens the engine had itself at its last match,
     and how long its block tables were, to tell which blocks a step allocated newly."""
 
-    def __init__(self, planner: Planner, adapters: Adapters, group_block_tokens: list[int]):
+    def __init__(
+        self,
+        planner: Planner,
+        adapters: Adapters,
+        group_block_tokens: list[int],
+        sharing: Sharing = EVERYTHING,
+    ):
         self._planner = planner
         self._adapters = adapters
+        self._sharing = sharing
         self._group_block_tokens = group_block_tokens
         self._tables = TableSource()
         self._known_counts: dict[str, list[int]] = {}
         self._new_blocks: set[int] = set()
 
     def new_request(self, request: Any) -> None:
-        self._planner.on_new_request(EngineRequest(request, self._adapters))
+        self._planner.on_new_request(EngineRequest(request, self._adapters, self._sharing))
 
     def match(self, request: Any, computed_tokens: int) -> int | None:
         """Tokens that can be loaded beyond `computed_tokens`; None: ask again."""
