@@ -49,6 +49,8 @@ def test_interference_is_measured_in_every_part(tmp_path):
     result = bench.run(bench_interference.PARTS)
     assert result["prefill"]["stored_share"] == 1.0
     assert result["profile"]["kvferry"]["frames_of_kvferry"] > 0
-    assert 0 in result["slow"]["loaded_tokens"]
-    # With a model as small as this one nothing lasts as long as a step.
-    assert [line for line in result["wrong"] if "requests alone" not in line] == []
+    assert len(result["slow"]["ratios_to_recomputed"]) == load.slow_prompts
+    # With a model as small as this one nothing lasts as long as a step, and on a busy machine
+    # loading may well pay.
+    expected = ("requests alone", "no load was declined")
+    assert [line for line in result["wrong"] if not any(map(line.count, expected))] == []
