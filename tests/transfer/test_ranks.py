@@ -453,7 +453,14 @@ def test_when_the_producers_mover_stands_aside_leases_still_end(rig):
     rig.source_mover.step()
     run_broken(rig, rig.source_link, rig.source_rank)
     rig.hold("b")
-    assert rig.source_rank.take_ended() == {"b"}
+    assert rig.source_rank.take_ended() == set()
+    rig.clock.advance(SETTINGS.lease_s + 1)
+    assert rig.source_rank.take_ended() == {"a", "b"}
+
+
+def test_leases_end_while_the_producers_mover_hangs(rig):
+    """In a transport that does not return: the engine would run out of blocks."""
+    rig.hold("a")
     rig.clock.advance(SETTINGS.lease_s + 1)
     assert rig.source_rank.take_ended() == {"a"}
 

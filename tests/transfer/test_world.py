@@ -189,7 +189,7 @@ def without_key_check(patch):
 
 
 def without_expiry(patch):
-    patch.setattr(lease.LeaseBook, "_end_expired", lambda self: None)
+    patch.setattr(lease.LeaseBook, "end_expired", lambda self: None)
 
 
 def with_hidden_failures(patch):

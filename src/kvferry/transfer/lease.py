@@ -66,7 +66,7 @@ class Lease:
 
 
 class LeaseBook:
-    """All leases of one source rank. One thread: its own.
+    """All leases of one source rank. One thread at a time.
 
     A claim or release that comes before its lease waits for it a little: the engine tells its ranks
     with the next step.
@@ -83,6 +83,11 @@ class LeaseBook:
     @property
     def lease_count(self) -> int:
         return len(self._leases)
+
+    @property
+    def is_empty(self) -> bool:
+        """No lease, and none that ended and was not taken."""
+        return not self._leases and not self._ended
 
     @property
     def oldest_s(self) -> float:
@@ -120,7 +125,7 @@ class LeaseBook:
 
     def claim(self, claim: Claim) -> Grant | None:
         """Prolongs a lease. None: it may still come, the answer follows."""
-        self._end_expired()
+        self.end_expired()
         lease = self._leases.get(claim.transfer)
         if lease is None and claim.transfer not in self._over:
             self._remember_early(claim)
@@ -142,8 +147,9 @@ class LeaseBook:
             self._remember_early(release)
 
     def expire(self) -> list[tuple[Claim, Grant]]:
-        """Ends what is over. Returns the answers to claims whose lease never came."""
-        self._end_expired()
+        """Ends what is over, and waits no longer for leases that never came: returns the answers to
+        those who claimed them."""
+        self.end_expired()
         now_s, answers = self._clock.now_s(), []
         for transfer in list(self._early):
             waiting = self._early[transfer]
@@ -152,7 +158,8 @@ class LeaseBook:
                 answers += [(m, self._answer(m, None)) for _, m in waiting if isinstance(m, Claim)]
         return answers
 
-    def _end_expired(self) -> None:
+    def end_expired(self) -> None:
+        """Ends what is over."""
         now_s = self._clock.now_s()
         for lease in [lease for lease in self._leases.values() if now_s > lease.end_s]:
             self._end(lease, "expired")

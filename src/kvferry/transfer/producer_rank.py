@@ -4,6 +4,7 @@ Readers read without asking; all that happens here is that leases are prolonged 
 claims them, and end. `begin` and `take_ended` are the engine's thread's, the rest the mover's.
 """
 
+import threading
 from collections import deque
 from dataclasses import dataclass
 
@@ -26,88 +27,75 @@ class _Reader:
 
 
 class ProducerRank:
-    """See the module. The link is the mover's; nobody reads with it."""
+    """See the module. The link is the mover's; nobody reads with it. The book is under `_lock`,
+    which nobody holds while the link works: leases end in time whatever the mover does."""
 
     def __init__(self, settings: Settings, clock: Clock, metrics: Metrics, link: Link):
         self._settings = settings
         self._clock = clock
         self._metrics = metrics
         self._link = link
+        self._lock = threading.Lock()
         self._book = LeaseBook(settings, clock)
-        self._is_aside = False
-        self._plans: deque[ProducerPlan] = deque()
-        self._ended: deque[str] = deque()
+        self._answers: deque[tuple[Claim, Grant]] = deque()
         self._readers: dict[str, _Reader] = {}
 
     # Engine's thread
 
     def begin(self, plan: ProducerPlan) -> None:
-        if self._is_aside:
-            self._ended.extend(hold.request_id for hold in plan.holds)
-        elif plan.holds:
-            self._plans.append(plan)
-
-    def take_ended(self) -> set[str]:
-        """Requests whose lease is over at this rank since the last call, each once."""
-        if self._is_aside:
-            self.step_aside()
-        ended = set()
-        while self._ended:
-            ended.add(self._ended.popleft())
-        return ended
-
-    def stand_aside(self) -> bool:
-        """The mover has failed, its thread ends: claims are not answered any more, leases go on
-        until they end by themselves, which the engine's thread then sees to."""
-        self._is_aside = True
-        return True
-
-    def step_aside(self) -> None:
-        self._book.expire()
-        while self._plans:
-            self._ended.extend(hold.request_id for hold in self._plans.popleft().holds)
-        self._settle()
-
-    # Mover's thread
-
-    def step(self) -> bool:
-        """One round. True if anything moved."""
-        answers, has_news = self._book.expire(), bool(self._plans)
-        while self._plans:
-            for hold in self._plans.popleft().holds:
-                answers += self._book.begin(
+        """Each step, also without news."""
+        with self._lock:
+            for hold in plan.holds:
+                self._answers += self._book.begin(
                     hold.request_id,
                     hold.transfer,
                     hold.generation,
                     hold.token_count,
                     hold.tables,
                 )
-        for claim, grant in answers:
-            self._answer(claim, grant)
-        self._settle()
-        self._forget_idle()
-        return has_news or bool(answers)
 
-    def take(self, body: Body) -> None:
-        """A message from a reader."""
-        if isinstance(body, Claim):
-            grant = self._book.claim(body)
-            if grant is not None:
-                self._answer(body, grant)
-        elif isinstance(body, Release):
-            self._book.release(body)
-        self._settle()
-
-    def _settle(self) -> None:
-        for request_id, reason in self._book.take_ended():
+    def take_ended(self) -> set[str]:
+        """Requests whose lease is over at this rank since the last call, each once."""
+        with self._lock:
+            self._book.end_expired()
+            ended = self._book.take_ended()
+            self._metrics.set("kvferry_transfer_leases_held", self._book.lease_count)
+            self._metrics.set("kvferry_transfer_oldest_lease_seconds", self._book.oldest_s)
+        for _, reason in ended:
             self._metrics.count("kvferry_transfer_leases_ended_total", reason=reason)
-            self._ended.append(request_id)
-        self._metrics.set("kvferry_transfer_leases_held", self._book.lease_count)
-        self._metrics.set("kvferry_transfer_oldest_lease_seconds", self._book.oldest_s)
+        return {request_id for request_id, _ in ended}
 
     @property
     def is_idle(self) -> bool:
-        return not (self._plans or self._ended or self._book.lease_count)
+        with self._lock:
+            return not self._answers and self._book.is_empty
+
+    # Mover's thread
+
+    def step(self) -> bool:
+        """One round. True if anything moved."""
+        with self._lock:
+            self._answers += self._book.expire()
+            answers = [self._answers.popleft() for _ in range(len(self._answers))]
+        for claim, grant in answers:
+            self._answer(claim, grant)
+        self._forget_idle()
+        return bool(answers)
+
+    def take(self, body: Body) -> None:
+        """A message from a reader."""
+        grant = None
+        with self._lock:
+            if isinstance(body, Claim):
+                grant = self._book.claim(body)
+            elif isinstance(body, Release):
+                self._book.release(body)
+        if grant is not None:
+            self._answer(body, grant)
+
+    def stand_aside(self) -> bool:
+        """The mover has failed: claims are not answered any more, and leases run out."""
+        return True
 
     def _answer(self, claim: Claim, grant: Grant) -> None:
         """Best effort: a reader that gets no answer asks again."""
