@@ -196,6 +196,7 @@ def test_nobody_waits_longer_than_the_deadline(scheduler):
     scheduler.arrive(scheduler.offer())
     assert scheduler.consumer.matched("r", 0) is None
     scheduler.clock.advance(5.1)
+    scheduler.consumer.plan()
     assert scheduler.consumer.matched("r", 0) == 0
     assert scheduler.consumer.plan().drops == ("r",)
 

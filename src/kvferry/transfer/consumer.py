@@ -70,6 +70,7 @@ class Consumer:
         self._loads: list[Load] = []
         self._drops: list[str] = []
         self._is_full = False
+        self._step_s = float("-inf")
 
     @property
     def record_count(self) -> int:
@@ -100,6 +101,8 @@ class Consumer:
         record = self._records.get(request_id)
         if record is None or record.state in (State.OVER, State.LOADING):
             return 0
+        if record.state is State.CLAIMING and self._step_s <= record.deadline_s:
+            return None  # all waiting requests are asked in each step
         self._advance(record)
         if record.state is State.OVER:
             return 0
@@ -129,6 +132,7 @@ class Consumer:
 
     def plan(self) -> ConsumerPlan:
         """What ranks must know since the last step. Each step, also without requests."""
+        self._step_s = self._clock.now_s()
         for record in list(self._records.values()):
             if record.state is State.CHECKING:
                 self._advance(record)
