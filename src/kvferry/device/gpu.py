@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from kvferry.device.base import SKIP, Done, Piece
+from kvferry.device.batch import Batch
 from kvferry.device.kernels import BlockMover, SliceProver
 from kvferry.errors import ConfigError, UnavailableError
 from kvferry.layout import PageGeometry, Region
@@ -121,50 +122,6 @@ class _Chunk:
     last_use: Mark = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """Pieces that go through one chunk, one after the other, by ascending staging address.
-
-    `indices`: their places in the job. `expected`: 8 bytes for the checksum of each slice; empty if
-    nobody wants them. `slip`: see `SliceProver`; it must live until the kernels have run.
-    """
-
-    indices: tuple[int, ...]
-    addresses: tuple[int, ...]
-    block_count: int
-    expected: bytes
-    slip: torch.Tensor
-
-    @property
-    def slice_count(self) -> int:
-        return len(self.expected) // 8
-
-    @property
-    def block_ids(self) -> torch.Tensor:
-        return self.slip[2 * self.slice_count :]
-
-    def found(self) -> list[tuple[int, bytes]]:
-        """Checksums of each piece, by its place in the job. Once the batch is done."""
-        return list(zip(self.indices, self._by_piece(self._found()), strict=False))
-
-    def failed(self) -> list[int]:
-        """Places in the job of pieces that are damaged. Once the batch is done."""
-        found = self._found()
-        if found == self.expected:
-            return []
-        pieces = zip(
-            self.indices, self._by_piece(found), self._by_piece(self.expected), strict=True
-        )
-        return [index for index, sums, expected in pieces if sums != expected]
-
-    def _found(self) -> bytes:
-        return ctypes.string_at(self.slip.data_ptr(), len(self.expected))
-
-    def _by_piece(self, sums: bytes) -> list[bytes]:
-        count = len(sums) // len(self.indices)
-        return [sums[start : start + count] for start in range(0, len(sums), count or 1)]
-
-
 @dataclass(slots=True, eq=False)
 class _Job:
     """`blocks_free`: passed when the blocks have been read or written; `done`: staging too."""
@@ -172,7 +129,7 @@ class _Job:
     number: int
     is_gather: bool
     pieces: tuple[Piece, ...]
-    batches: list[_Batch] = field(default_factory=list)
+    batches: list[Batch] = field(default_factory=list)
     blocks_free: Mark = None
     done: Mark = None
 
@@ -265,7 +222,7 @@ class Gpu:
     def lane(self, is_gather: bool) -> _Lane:
         return self._gathers if is_gather else self._scatters
 
-    def copy(self, batch: _Batch, chunk: _Chunk, extent_bytes: int, is_out: bool) -> None:
+    def copy(self, batch: Batch, chunk: _Chunk, extent_bytes: int, is_out: bool) -> None:
         """Enqueues the copies of a batch, one for each run of adjacent extents, on the current
         queue: from the chunk to staging (`is_out`), or back."""
         for first, count in _adjacent(batch.addresses, extent_bytes):
@@ -421,7 +378,7 @@ class GpuCopier:
                 self._gpu.cuda.wait_for(lane.kernels.mark())
                 self._gpu.cuda.wait_for(lane.copies.mark())
 
-    def _gather(self, job: _Job, lane: _Lane, batch: _Batch) -> None:
+    def _gather(self, job: _Job, lane: _Lane, batch: Batch) -> None:
         chunk = lane.next_chunk(lane.kernels)
         if batch.block_count * self._block_bytes < self._geometry.padded_payload_bytes:
             lane.kernels.put(chunk.memory.zero_)
@@ -434,7 +391,7 @@ class GpuCopier:
             lane.copies.wait(lane.kernels.mark())
         job.done = chunk.last_use = lane.copies.mark()
 
-    def _scatter(self, job: _Job, lane: _Lane, batch: _Batch) -> None:
+    def _scatter(self, job: _Job, lane: _Lane, batch: Batch) -> None:
         chunk = lane.next_chunk(lane.copies)
         lane.copies.put(partial(self._gpu.copy, batch, chunk, self._extent_bytes, False))
         lane.kernels.wait(lane.copies.mark())
@@ -443,14 +400,14 @@ class GpuCopier:
         lane.kernels.put(partial(self._move, batch, chunk, False))
         job.done = job.blocks_free = chunk.last_use = lane.kernels.mark()
 
-    def _move(self, batch: _Batch, chunk: _Chunk, is_gather: bool) -> None:
+    def _move(self, batch: Batch, chunk: _Chunk, is_gather: bool) -> None:
         self.mover.move(is_gather, batch.block_ids, chunk.memory.data_ptr(), batch.block_count)
 
-    def _prove(self, batch: _Batch, chunk: _Chunk, is_gate: bool) -> None:
+    def _prove(self, batch: Batch, chunk: _Chunk, is_gate: bool) -> None:
         address = chunk.memory.data_ptr()
         self.prover.prove(batch.slip, batch.slice_count, address, batch.block_count, is_gate)
 
-    def _batches(self, job: _Job) -> Iterator[_Batch]:
+    def _batches(self, job: _Job) -> Iterator[Batch]:
         """As many pieces as a chunk holds, of one number of blocks, all to be proven or none."""
         capacity = self._gpu.chunk_bytes // self._extent_bytes
 
@@ -463,7 +420,7 @@ class GpuCopier:
             for start in range(0, len(group), capacity):
                 yield self._batch(job.is_gather, group[start : start + capacity])
 
-    def _batch(self, is_gather: bool, places: Sequence[tuple[int, Piece]]) -> _Batch:
+    def _batch(self, is_gather: bool, places: Sequence[tuple[int, Piece]]) -> Batch:
         """`places`: pieces with their places in the job."""
         indices, pieces = zip(*places, strict=True)
         expected = array("Q", (c for piece in pieces for c in piece.checksums or ())).tobytes()
@@ -471,7 +428,7 @@ class GpuCopier:
             expected = bytes(8 * len(pieces) * self._head_count)
         words = array("q", bytes(len(expected)) + expected)
         words.extend(id_ for piece in pieces for id_ in piece.blocks)
-        return _Batch(
+        return Batch(
             indices,
             tuple(piece.staging_address for piece in pieces),
             len(pieces[0].blocks),
