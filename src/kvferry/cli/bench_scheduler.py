@@ -9,6 +9,7 @@ begins with cold caches, since nobody else works on the thread.
 
 import gc
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -45,6 +46,9 @@ class BenchRequest:
     tokens: list[int]
     is_cacheable: bool = True
     is_readable: bool = True
+
+    def name(self) -> bool:
+        return True
 
     def extras(self, start_token: int, end_token: int) -> bytes:
         return b""
@@ -137,6 +141,7 @@ def run(folder: Path, request_count: int = 256, step_count: int = 1000) -> dict[
     UnavailableError if the process with vLLM's scheduler ends early."""
     has_vllm = find_spec("vllm") is not None
     return {
+        "load_average": [round(load, 2) for load in os.getloadavg()],
         "driven_by": "vLLM's scheduler" if has_vllm else "the benchmark: vLLM is not installed",
         "forward_ms": FORWARD_S * 1e3,
         "requests": request_count,

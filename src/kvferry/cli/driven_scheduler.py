@@ -115,10 +115,12 @@ class Stopwatch:
 
 class Spent(NamedTuple):
     """One step. `schedule_s`: vLLM's `schedule`, with what it calls of us; `calls_s`: our calls
-    from there to the end of `update_from_output`, by name."""
+    from there to the end of `update_from_output`, by name. `store_count`: spans of chunks that
+    its plan stores."""
 
     schedule_s: float
     calls_s: dict[str, float]
+    store_count: int = 0
 
     @property
     def ours_s(self) -> float:
@@ -128,7 +130,7 @@ class Spent(NamedTuple):
 class Worker:
     """What the worker's side says to the scheduler's: who it is, and that loads have ended.
     `has_to_commit`: what plans store is told to the catalog, so that it is found later.
-    `load_count`: loads in the plans so far."""
+    `load_count`: loads in the plans so far. `store_count`: stores in the last one."""
 
     def __init__(self, catalog: Catalog, who: Identity):
         self._catalog = catalog
@@ -136,12 +138,14 @@ class Worker:
         self._reports: tuple[bytes, ...] = (encode(Report(identities=(who,))),)
         self.has_to_commit = False
         self.load_count = 0
+        self.store_count = 0
 
     def answer(self, output: SchedulerOutput) -> KVConnectorOutput:
         plan = output.kv_connector_metadata.decode()
         if self.has_to_commit:
             self._commit(plan)
         self.load_count += len(plan.loads)
+        self.store_count = len(plan.stores) + len(plan.late_stores)
         said, self._reports = self._reports, ()
         return KVConnectorOutput(
             finished_recving={load.request_id for load in plan.loads} or None,
@@ -225,7 +229,7 @@ class Engine:
         result = self._forward(output)
         self._clock.sleep(FORWARD_S)
         self._scheduler.update_from_output(output, result)
-        return Spent(schedule_s, self.stopwatch.take())
+        return Spent(schedule_s, self.stopwatch.take(), self._worker.store_count)
 
     def is_running(self, request_id: str) -> bool:
         """Whether it was admitted and its prompt is computed, or is being computed."""
@@ -265,6 +269,8 @@ class Measurement:
         self._asked_count = 0
         self._arrivals_s: list[float] = []
         self._finishes_s: list[float] = []
+        self._turnover_s: list[float] = []
+        self._ordinary: list[Spent] = []
 
     def run(self, step_count: int) -> dict[str, Any]:
         engine, admission_count = self._engine, min(ADMISSIONS_MAX, max(2, step_count // 5))
@@ -293,6 +299,9 @@ class Measurement:
             "admission_with_load_us": summary(loaded),
             "admitted_requests": admission_count,
             "loaded_requests": self._worker.load_count,
+            "step_with_turnover_us": summary(
+                [*self._turnover_s, *(spent.ours_s for spent in self._ordinary)]
+            ),
             "arrival_us": summary(self._arrivals_s),
             "finish_us": summary(self._finishes_s),
             "lookup_keys": LOOKUP_KEYS,
@@ -350,19 +359,27 @@ class Measurement:
 
     def _replace_each(self, indices: Iterable[int]) -> list[float]:
         """One running request after the other is replaced. Of each new one: what its calls took
-        in the steps that admitted it, and how much longer their plans took than that of a step in
-        which nobody came."""
-        plans_s: list[float] = []
+        in the steps that admitted it, and how much longer their plans took than those of steps in
+        which nobody came and that stored something, or nothing, alike."""
         admissions: list[list[Spent]] = []
         for index in indices:
             admissions.append(self._replace(index))
-            plans_s += [
-                self._engine.step().calls_s["build_connector_meta"] for _ in range(STEPS_BETWEEN)
-            ]
-        plan_s = median(plans_s)
+            self._ordinary += [self._engine.step() for _ in range(STEPS_BETWEEN)]
+        plan_s = {
+            has_stores: median(
+                [
+                    s.calls_s["build_connector_meta"]
+                    for s in self._ordinary
+                    if bool(s.store_count) is has_stores
+                ]
+                or [0.0]
+            )
+            for has_stores in (False, True)
+        }
         return [
             sum(
-                sum(spent.calls_s.get(name, 0.0) for name in ADMITTING_CALLS) - plan_s
+                sum(spent.calls_s.get(name, 0.0) for name in ADMITTING_CALLS)
+                - plan_s[bool(spent.store_count)]
                 for spent in steps
             )
             for steps in admissions
@@ -373,12 +390,16 @@ class Measurement:
         engine = self._engine
         engine.stopwatch.take()
         engine.finish(self._running.popleft())
-        self._finishes_s.append(sum(engine.stopwatch.take().values()))
+        between_s = [sum(engine.stopwatch.take().values())]
         name = self._add(index)
-        self._arrivals_s.append(sum(engine.stopwatch.take().values()))
+        between_s.append(sum(engine.stopwatch.take().values()))
+        self._finishes_s.append(between_s[0])
+        self._arrivals_s.append(between_s[1])
         steps: list[Spent] = []
         while not engine.is_running(name):
             step = engine.step()
+            self._turnover_s.append(step.ours_s + sum(between_s))
+            between_s = []
             if "update_state_after_alloc" in step.calls_s:
                 steps.append(step)
         return steps
