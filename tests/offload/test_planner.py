@@ -191,6 +191,19 @@ def test_without_slots_a_step_costs_what_it_costs_with_them(bench):
     assert list(chain(*decode(bench, request, 15, 18))) == [0, 1]
 
 
+def test_without_a_catalog_a_step_costs_what_it_costs_with_one(bench):
+    request = PlainRequest("a", TOKENS)
+    bench.planner.on_new_request(request)  # its lookup never runs
+    bench.clock.advance(5.0)
+    bench.tables = Counted(a=[list(range(1, 9))])
+    request.tokens = TOKENS[:9]
+    assert bench.planner.match("a", 0, 9) == 0
+    bench.admit("a", 0, 9)
+    asked_count = bench.tables.asked_count
+    decode(bench, request, 9, 28)
+    assert bench.tables.asked_count == asked_count
+
+
 def test_a_reset_makes_a_namespace_that_nobody_has(bench):
     bench.begin("a", TOKENS)
     publish(bench, bench.admit("a", 0, 32))

@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 
 RESERVED_AHEAD_MAX = 4096
 NEVER_TOKENS = 1 << 62
+UNHASHED_STEPS = 32
+"""Whose lookup was late or failed may never have keys: it is looked at so seldom."""
 IDLE_S = 5.0
 """An engine that took no step for this long wants no room: what it wanted last is out of date."""
 REFILL_CHECK_S = 0.2
@@ -334,6 +336,8 @@ class Planner:
             stores = self._advance(record, computed, token_count, step, now_s)
         if 0 < record.next_boundary <= min(end, token_count):  # no slot was left
             self._due.wait(record.request_id)
+        elif record.is_storable and not (record.chains or record.next_boundary):
+            self._due.after(record.request_id, UNHASHED_STEPS)
         elif record.next_boundary < NEVER_TOKENS:
             self._due.after(record.request_id, record.next_boundary - end)
         return stores
