@@ -26,7 +26,7 @@ from kvferry.transfer.settings import Settings
 SECRET = b"0123456789abcdef"
 BOOT = b"b" * 16
 MINE = Compatibility({"model": "m", "kv_dtype": "bfloat16"})
-SETTINGS = Settings(secret=SECRET, dial_timeout_s=2.0)
+SETTINGS = Settings(secret=SECRET, dial_timeout_s=60.0)
 SHAPE = EngineShape(1, (4,), (1,), ("LBHN",), 8)
 (LAYOUT,) = rank_layouts(engine_memory([GroupModel(("a",), 1)], SHAPE))
 
@@ -61,9 +61,24 @@ def test_a_later_reader_learns_what_is_true_then(listener):
     assert ask(listener, host="localhost").ranks[0].description == b"link 2"
 
 
+def test_other_addresses_than_ipv4(tally):
+    """A literal with colons, and whatever a name leads to."""
+    if not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    settings = Settings(secret=SECRET, bind_host="::1", advertise_host="::1")
+    listener = Listener(settings, BOOT, MINE, SystemClock(), tally)
+    try:
+        listener.open()
+    except ConfigError:
+        pytest.skip("no IPv6 here")
+    listener.serve((RankEnd(LAYOUT, b"link 1"),))
+    assert ask(listener, host="::1").ranks
+    listener.close()
+
+
 def answer(stream):
     """All that comes until the other side hangs up."""
-    stream.settimeout(5.0)
+    stream.settimeout(60.0)
     received = b""
     try:
         while piece := stream.recv(1 << 16):
@@ -102,7 +117,7 @@ def test_connections_that_say_nothing_do_not_block_for_long(listener):
 
 
 def test_who_does_not_know_the_secret_learns_nothing(listener, tally):
-    stranger = Settings(secret=b"another secret..", dial_timeout_s=2.0)
+    stranger = Settings(secret=b"another secret..", dial_timeout_s=60.0)
     with pytest.raises(UnavailableError):
         ask(listener, settings=stranger)
     with socket.create_connection(("127.0.0.1", listener.port)) as stream:

@@ -143,33 +143,6 @@ def with_shortened_leases(patch):
     patch.setattr(lease.LeaseBook, "_answer", generous)
 
 
-def with_first_release(patch):
-    """One reader of several ends the lease."""
-    release = lease.LeaseBook.release
-
-    def hasty(self, message):
-        held = self._leases.get(message.transfer)
-        if held is not None:
-            held.told.clear()
-            held.released.update(range(message.reader_count))
-        release(self, message)
-
-    patch.setattr(lease.LeaseBook, "release", hasty)
-
-
-def with_one_engine_in_mind(patch):
-    """Two consumers with one offer: the first to be done frees the blocks of the other."""
-    release = lease.LeaseBook.release
-
-    def forgetful(self, message):
-        held = self._leases.get(message.transfer)
-        if held is not None:
-            held.told.clear()
-        release(self, message)
-
-    patch.setattr(lease.LeaseBook, "release", forgetful)
-
-
 def without_load_deadline(patch):
     def patient(self):
         with self._lock:
@@ -232,8 +205,6 @@ BROKEN = [
     (without_validity, "a"),
     (without_confirmation, "a"),
     (with_shortened_leases, "a"),
-    (with_first_release, "a"),
-    (with_one_engine_in_mind, "a"),
     (without_key_check, "a"),
     (with_hidden_failures, "a"),
     (with_reports_repeated, "c"),

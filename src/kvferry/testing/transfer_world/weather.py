@@ -28,7 +28,8 @@ class EngineClock(SimClock):
 
 class Weather:
     """A schedule of the fabric. `paused`: ends whose process stands still, until which moment;
-    `frozen`: those that never go on, alive as they are."""
+    `frozen`: those that never go on, alive as they are. `slow_readers`: whose reads get nowhere,
+    until which moment."""
 
     def __init__(self, true: ManualClock, chance: Chance, counts: Counter):
         self._true = true
@@ -36,7 +37,7 @@ class Weather:
         self._counts = counts
         self.paused: dict[str, float] = {}
         self.frozen: set[str] = set()
-        self.slow_readers: set[str] = set()
+        self.slow_readers: dict[str, float] = {}
         self.is_calm = False
         self._loss = chance.choice([0.0, 0.05, 0.3])
         self._slowness = chance.choice([5, 5, 60])
@@ -47,7 +48,9 @@ class Weather:
         return not self.is_calm and self.paused.get(name, 0.0) > self._true.now_s()
 
     def read(self, reader: str, peer: str) -> Motion:
-        if self.stands_still(peer) or reader in self.slow_readers:
+        if self.stands_still(peer):
+            return Motion.WAIT
+        if not self.is_calm and self.slow_readers.get(reader, 0.0) > self._true.now_s():
             return Motion.WAIT
         if self.is_calm:
             return Motion.END

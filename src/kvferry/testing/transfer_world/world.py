@@ -213,15 +213,8 @@ class World:
         chance = self._chance
         is_loading = consumer.is_loading
         until_s = self._true.now_s() + chance.choice([0.1, 0.5, 1.5])
-        kinds = [
-            "pause producer",
-            "pause consumer",
-            "absence",
-            "absence",
-            "jump",
-            "cut",
-            "junk",
-        ] * 3
+        kinds = ["pause producer", "pause consumer", "absence", "absence", "jump", "cut", "junk"]
+        kinds = [*kinds, "slow reads", "slow reads"] * 3
         rare = ["restart producer", "restart consumer"]
         kind = chance.choice([*kinds, *rare, *(["freeze producer"] * (4 if is_loading else 1))])
         self.counts[kind] += 1
@@ -230,6 +223,8 @@ class World:
             producer.pause(until_s)
         elif kind == "pause consumer":
             consumer.pause(until_s)
+        elif kind == "slow reads":
+            self._slow_down(consumer, until_s)
         elif kind == "absence":
             self._be_absent(producer, consumer)
         elif kind == "jump":
@@ -252,16 +247,17 @@ class World:
             self.consumers.remove(consumer)
             self.consumers.append(self._start_consumer())
 
+    def _slow_down(self, consumer: ConsumerEngine, until_s: float) -> None:
+        self._weather.slow_readers.update({link.name: until_s for link in consumer.links})
+
     def _be_absent(self, producer: ProducerEngine, consumer: ConsumerEngine) -> None:
         """A consumer does nothing for longer than a lease (it compiles), its reads go on, slowly,
         and the producer uses the blocks again."""
-        names = {link.name for link in consumer.links}
-        consumer.pause(self._true.now_s() + self._settings.lease_s * 1.4)
+        now_s, lease_s = self._true.now_s(), self._settings.lease_s
+        consumer.pause(now_s + lease_s * 1.4)
         if self._chance.random() < 0.7:
-            self._weather.slow_readers |= names
-        for round_number in range(16):
-            if round_number == 13:
-                self._weather.slow_readers -= names
+            self._slow_down(consumer, now_s + lease_s * 1.25)
+        for _ in range(16):
             self._true.advance(self._settings.lease_s / 10)
             for mover in producer.movers:
                 self._act(producer, mover.step)
