@@ -51,6 +51,11 @@ class PlainRequest:
     def __init__(self, request_id: str, tokens: list[int]):
         self.request_id = request_id
         self.tokens = tokens
+        self.can_be_named = True
+
+    def name(self) -> bool:
+        self.is_cacheable = self.is_cacheable and self.can_be_named
+        return self.is_cacheable
 
     def extras(self, start_token: int, end_token: int) -> bytes:
         return b""

@@ -298,6 +298,21 @@ def test_what_is_not_cacheable_is_neither_looked_up_nor_stored(bench):
     assert stored(bench.step()) == []
 
 
+def test_what_nothing_names_is_neither_looked_up_nor_stored(bench):
+    """Its adapter's files are away or have changed: keys that nobody has again fill the store."""
+    request = PlainRequest("a", TOKENS)
+    request.can_be_named = False
+    bench.planner.on_new_request(request)
+    bench.background()
+    bench.step()
+    bench.tables["a"] = [list(range(1, 9))]
+    assert bench.planner.match("a", 0, 32) == 0
+    assert stored(bench.admit("a", 0, 32)) == []
+    bench.planner.finished("a", bench.tables["a"])
+    assert stored(bench.step()) == []
+    assert bench.metrics.value("kvferry_lookups_total", outcome="skipped") == 1
+
+
 def test_slots_that_are_too_old_to_be_used_are_not_kept_from_others(bench):
     bench.begin("a", TOKENS)
     bench.planner.finished("a")

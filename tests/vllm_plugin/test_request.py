@@ -12,17 +12,6 @@ LATER_S = 1e10
 """An engine that starts after every file of a test has been written."""
 
 
-class Chance:
-    """Never the same bytes twice."""
-
-    def __init__(self):
-        self.count = 0
-
-    def __call__(self, length: int) -> bytes:
-        self.count += 1
-        return self.count.to_bytes(length, "big")
-
-
 def request(adapters=None, sharing=EVERYTHING, **changes) -> EngineRequest:
     fields = {
         "request_id": "r",
@@ -35,7 +24,7 @@ def request(adapters=None, sharing=EVERYTHING, **changes) -> EngineRequest:
         "resumable": False,
     }
     return EngineRequest(
-        SimpleNamespace(**(fields | changes)), adapters or Adapters(Chance(), LATER_S), sharing
+        SimpleNamespace(**(fields | changes)), adapters or Adapters(LATER_S), sharing
     )
 
 
@@ -88,51 +77,85 @@ def test_an_image_counts_in_every_chunk_that_it_touches():
     assert touched.extras(128, 192) == b""
 
 
+def named(adapters, folder, number=1) -> EngineRequest:
+    found = request(adapters, lora_request=lora(folder, number))
+    assert found.name()
+    return found
+
+
 def test_adapters_are_told_apart_by_their_files_and_not_by_their_path(tmp_path):
-    adapters = Adapters(Chance(), LATER_S)
+    adapters = Adapters(LATER_S)
     one = adapter(tmp_path / "one", b"first")
     same = adapter(tmp_path / "same", b"first")
     other = adapter(tmp_path / "other", b"second")
 
-    def name(folder, number):
-        return request(adapters, lora_request=lora(folder, number)).extras(0, 64)
+    def key(folder, number):
+        return named(adapters, folder, number).extras(0, 64)
 
-    assert name(one, 1) == name(same, 2)
-    assert name(one, 1) != name(other, 3)
+    assert key(one, 1) == key(same, 2)
+    assert key(one, 1) != key(other, 3)
 
 
-def test_an_adapter_whose_files_changed_is_never_shared_again(tmp_path):
-    adapters = Adapters(Chance(), LATER_S)
+def test_an_adapter_whose_files_changed_is_left_alone(tmp_path):
+    adapters = Adapters(LATER_S)
     folder = adapter(tmp_path / "one", b"first")
-    before = request(adapters, lora_request=lora(folder)).extras(0, 64)
+    named(adapters, folder)
 
     (folder / "adapter_model.safetensors").write_bytes(b"another")
-    after = {request(adapters, lora_request=lora(folder)).extras(0, 64) for _ in range(2)}
+    after = request(adapters, lora_request=lora(folder))
 
-    assert before not in after
-    assert len(after) == 2
+    assert not after.name()
+    assert not after.is_cacheable
 
 
-def test_an_adapter_newer_than_the_engine_is_never_shared(tmp_path):
+def test_an_adapter_newer_than_the_engine_is_left_alone(tmp_path):
     """vLLM may have loaded what was there before, and answer from that."""
     folder = adapter(tmp_path / "one", b"first")
-    adapters = Adapters(Chance(), started_s=folder.stat().st_ctime - 10)
-    names = {request(adapters, lora_request=lora(folder)).extras(0, 64) for _ in range(2)}
+    adapters = Adapters(started_s=folder.stat().st_ctime - 10)
 
-    assert len(names) == 2
+    assert not request(adapters, lora_request=lora(folder)).name()
 
 
 def test_one_request_keeps_one_name_for_its_adapter(tmp_path):
     folder = adapter(tmp_path / "one", b"first")
-    kept = request(lora_request=lora(folder))
+    kept = named(Adapters(LATER_S), folder)
     before = kept.extras(0, 64)
     (folder / "adapter_model.safetensors").write_bytes(b"another")
 
+    assert kept.name()
     assert kept.extras(0, 64) == before
 
 
 def test_an_adapter_that_is_no_folder_is_left_alone():
-    assert not request(lora_request=lora("org/adapter")).is_cacheable
+    hub = request(lora_request=lora("org/adapter"))
+
+    assert not hub.name()
+    assert not hub.is_cacheable
+
+
+def test_no_file_is_touched_before_a_request_is_named():
+    """The engine's thread asks everything else: a mount that hangs would hold all requests."""
+
+    class Hanging:
+        def name(self, lora_request):
+            raise AssertionError("files are read")
+
+    hung = request(Hanging(), lora_request=lora("/mnt/hangs"))
+
+    assert hung.is_cacheable
+    assert hung.is_readable
+    assert hung.extras(64, 128) == b""
+    with pytest.raises(AssertionError, match="files are read"):
+        hung.name()
+
+
+def test_half_a_character_is_a_name_like_any_other():
+    """Any JSON can hold one: it would end kvferry in this engine."""
+    half, other = "\ud800", "\ud801"
+
+    assert request(cache_salt=half).extras(0, 64) != request(cache_salt=other).extras(0, 64)
+    one, two = (request(mm_features=[image(name, 0, 8)]) for name in (half, other))
+    assert one.extras(0, 64) != two.extras(0, 64)
 
 
 def test_vectors_are_told_apart():

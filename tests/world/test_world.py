@@ -71,7 +71,10 @@ HAPPENED = (
         f"kvferry_load_failures_total{{{reason}}}"
         for reason in ("absent", "foreign", "corrupt", "short", "io_error", "late", "reset")
     ),
-    *(f"kvferry_lookups_total{{{outcome}}}" for outcome in ("hit", "miss", "late", "unavailable")),
+    *(
+        f"kvferry_lookups_total{{{outcome}}}"
+        for outcome in ("hit", "miss", "late", "unavailable", "skipped")
+    ),
     *(f"CatalogFault.{fault.name}" for fault in CatalogFault),
     *(f"Fault.{fault.name}" for fault in Fault),
 )

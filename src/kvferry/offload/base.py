@@ -197,11 +197,16 @@ class Request(Protocol):
 
     @property
     def is_cacheable(self) -> bool:
-        """False: neither looked up nor stored (prompt embeddings without a digest, ...)."""
+        """False: neither looked up nor stored (sessions, media without a name, ...). May turn
+        False in `name`."""
 
     @property
     def is_readable(self) -> bool:
         """False: not looked up (prompt log-probabilities, "skip reading the cache")."""
+
+    def name(self) -> bool:
+        """Finds out what takes time to name: the files of an adapter. On the runner's thread,
+        before `extras`. False: nothing names the request, it is not cacheable from now on."""
 
     def extras(self, start_token: int, end_token: int) -> bytes:
         """Encoded extra key inputs (`keys.encode_extras`) of the tokens [start, end): LoRA

@@ -75,6 +75,9 @@ class Lookup:
         self.names: tuple[list[bytes], ...] | None = None
 
     def run(self) -> tuple[PartAnswer, ...]:
+        """What there is; answers without chunks, and no `names`, if nothing names the request."""
+        if not self._request.name():
+            return tuple(PartAnswer(b"", b"", {}) for _ in self.parts)
         names = [self._hash(part) for part in self.parts]
         self.names = tuple(map(list, names))  # whoever takes them makes them longer
         return tuple(self._ask(*pair) for pair in zip(self.parts, names, strict=True))

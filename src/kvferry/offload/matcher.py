@@ -190,7 +190,7 @@ class Matcher:
         answers = lookup.run()
         self._metrics.observe("kvferry_lookup_seconds", self._clock.now_s() - asked_s)
         if is_first:
-            self._count(lookup.parts[0], answers[0])
+            self._count(lookup, answers[0])
         for part, answer in zip(lookup.parts, answers, strict=True):
             if answer.hits:
                 self._runner.submit(self._toucher(part, answer), self._config.store_deadline_s)
@@ -204,7 +204,11 @@ class Matcher:
 
         return touch
 
-    def _count(self, part: Part, answer: PartAnswer) -> None:
+    def _count(self, lookup: Lookup, answer: PartAnswer) -> None:
+        if lookup.names is None:
+            self._metrics.count("kvferry_lookups_total", outcome="skipped")
+            return
+        part = lookup.parts[0]
         hit_count = answer.runs.ahead[0] if answer.runs.ahead else 0
         self._metrics.count("kvferry_lookups_total", outcome="hit" if hit_count else "miss")
         self._metrics.count("kvferry_lookup_tokens_total", len(answer) * part.chunk_tokens)

@@ -57,7 +57,7 @@ class FerryStoreConnector(KVConnectorBase_V1, SupportsHMA):
             log.warning("%s", reason)
         role = SchedulerRole(
             planner,
-            Adapters(clock.random_bytes, clock.wall_s()),
+            Adapters(clock.wall_s()),
             [group.kv_cache_spec.block_size for group in groups],
             shared,
         )

@@ -2,8 +2,7 @@
 
 import hashlib
 import struct
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,42 +17,32 @@ Signature = tuple[tuple[str, int, int, int], ...]
 
 
 class Adapters:
-    """Names adapters by their files. Any thread; the first call for an adapter reads its files.
+    """Names adapters by their files. One thread: the runner's, since files may hang.
 
     vLLM reads an adapter before or at its first request, keeps it, or reads it again at any time.
     So when files have changed since the engine started (`started_s`, wall time), nobody can say
-    which version computed what: each request of such an adapter is alone, with a name that nobody
-    can have again.
+    which version computed what, and nothing names the adapter any more.
     """
 
-    def __init__(self, random_bytes: Callable[[int], bytes], started_s: float):
-        self._random_bytes = random_bytes
+    def __init__(self, started_s: float):
         self._started_ns = int(started_s * 1e9)
         self._known: dict[tuple[int, str], tuple[Signature, bytes]] = {}
-        self._is_folder: dict[str, bool] = {}
-        self._lock = threading.Lock()
 
-    def is_folder(self, path: str) -> bool:
-        """Whether a path names an adapter's files; asked of the file system once."""
-        if path not in self._is_folder:
-            self._is_folder[path] = Path(path).is_dir()
-        return self._is_folder[path]
-
-    def name(self, lora_request: Any) -> bytes:
-        """32 bytes for a LoRA request whose path is a folder."""
+    def name(self, lora_request: Any) -> bytes | None:
+        """32 bytes for a LoRA request whose path is a folder with files older than the engine;
+        None: nothing names it."""
         folder = Path(lora_request.lora_path)
         adapter = (lora_request.lora_int_id, lora_request.lora_path)
-        with self._lock:
-            try:
-                signature = _signature(folder)
-                if any(changed_ns > self._started_ns for *_, changed_ns in signature):
-                    return self._random_bytes(32)
-                if adapter not in self._known:
-                    self._known[adapter] = (signature, adapter_digest(folder))
-            except OSError:
-                return self._random_bytes(32)
-            known_signature, digest = self._known[adapter]
-        return digest if signature == known_signature else self._random_bytes(32)
+        try:
+            signature = _signature(folder)
+            if any(changed_ns > self._started_ns for *_, changed_ns in signature):
+                return None
+            if adapter not in self._known:
+                self._known[adapter] = (signature, adapter_digest(folder))
+        except OSError:
+            return None
+        known_signature, digest = self._known[adapter]
+        return digest if signature == known_signature else None
 
 
 class EngineRequest:
@@ -62,25 +51,22 @@ class EngineRequest:
     def __init__(self, request: Any, adapters: Adapters, sharing: Sharing = EVERYTHING):
         self.request_id: str = request.request_id
         self.tokens: Sequence[int] = request.all_token_ids
+        self.is_cacheable = _may_be_shared(request, sharing)
         self._request = request
         self._adapters = adapters
-        self._sharing = sharing
         self._adapter: bytes | None = None
-
-    @property
-    def is_cacheable(self) -> bool:
-        """Sessions that go on with other tokens are not followed; an adapter that is no folder
-        cannot be named."""
-        request, sharing = self._request, self._sharing
-        if not sharing.prefixes or (request.mm_features and not sharing.media):
-            return False
-        lora = request.lora_request
-        is_named = lora is None or self._adapters.is_folder(lora.lora_path)
-        return is_named and not getattr(request, "resumable", False)
 
     @property
     def is_readable(self) -> bool:
         return not self._request.skip_reading_prefix_cache
+
+    def name(self) -> bool:
+        """Keeps the name that it found: a request is computed with one version of its adapter."""
+        adapter = self._request.lora_request
+        if self.is_cacheable and adapter is not None and self._adapter is None:
+            self._adapter = self._adapters.name(adapter)
+            self.is_cacheable = self._adapter is not None
+        return self.is_cacheable
 
     def extras(self, start_token: int, end_token: int) -> bytes:
         request = self._request
@@ -98,10 +84,9 @@ class EngineRequest:
         """What holds for the whole request: keys are chained, so once is enough."""
         extras = []
         if self._request.cache_salt:
-            extras.append(("salt", self._request.cache_salt.encode()))
+            extras.append(("salt", _encoded(self._request.cache_salt)))
         if self._request.lora_request is not None:
-            if self._adapter is None:
-                self._adapter = self._adapters.name(self._request.lora_request)
+            assert self._adapter is not None, "extras of a request that has no name"
             extras.append(("lora", self._adapter))
         return extras
 
@@ -112,7 +97,7 @@ class EngineRequest:
             offset = feature.mm_position.offset
             if offset < end_token and offset + feature.mm_position.length > start_token:
                 at = struct.pack("<q", offset - start_token)
-                extras.append(("media", at + feature.identifier.encode()))
+                extras.append(("media", at + _encoded(feature.identifier)))
         return extras
 
     def _embeddings(self, start_token: int, end_token: int) -> list[tuple[str, bytes]]:
@@ -124,6 +109,18 @@ class EngineRequest:
         shape = f"{vectors.dtype} {tuple(vectors.shape)}".encode()
         content = hashlib.sha256(vectors.view(torch.uint8).numpy()).digest()
         return [("vectors", content + shape), ("ids", bytes(is_token[start_token:end_token]))]
+
+
+def _may_be_shared(request: Any, sharing: Sharing) -> bool:
+    """As far as can be told at once. Sessions that go on with other tokens are not followed."""
+    if not sharing.prefixes or (request.mm_features and not sharing.media):
+        return False
+    return not getattr(request, "resumable", False)
+
+
+def _encoded(text: str) -> bytes:
+    """What clients send may hold half a character."""
+    return text.encode("utf-8", "surrogatepass")
 
 
 def _signature(folder: Path) -> Signature:

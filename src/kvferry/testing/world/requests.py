@@ -29,6 +29,7 @@ class SimRequest:
         self.end_count = self.prompt_count + answer_count
         self.is_cacheable = True
         self.is_readable = True
+        self.can_be_named = True
         self.status = Status.WAITING
         self.tables: list[list[int]] = []
         self.computed = 0
@@ -43,7 +44,12 @@ class SimRequest:
         self._digests = [root_digest(self._extras)]
         self._truth = list(prompt)
 
+    def name(self) -> bool:
+        self.is_cacheable = self.is_cacheable and self.can_be_named
+        return self.is_cacheable
+
     def extras(self, start_token: int, end_token: int) -> bytes:
+        assert self.is_cacheable, "a key of what has no name"
         return self._extras if start_token == 0 else b""
 
     def digest(self, count: int) -> bytes:

@@ -125,7 +125,8 @@ class World:
             chance.choice([1, 2, 8, ANSWER_TOKENS_MAX]),
             chance.choice([b"", b"", b"", b"salt"]),
         )
-        request.is_cacheable = chance.random() > 0.03
+        known = chance.random()
+        request.is_cacheable, request.can_be_named = known > 0.03, known > 0.06
         request.is_readable = chance.random() > 0.03
         return request
 
