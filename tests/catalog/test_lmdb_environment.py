@@ -330,3 +330,51 @@ def test_a_forked_process_does_not_close_its_parents_catalog(make, filled):
     os.waitpid(pid, 0)
     assert is_whole(catalog)
     assert Path(catalog._folder, "in-use").read_bytes() == lmdb_environment.boot_id()
+
+
+def forked(work) -> str:
+    """What `work` returns, or the name of the error that it raises, in a forked process."""
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        try:
+            said = str(work())
+        except BaseException as error:
+            said = type(error).__name__
+        os.write(writing, said.encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        return pipe.read()
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        lambda catalog: catalog.snapshot(),
+        lambda catalog: catalog.attach(Space(b"m" * 32, 8, 4096, 1, 16, "")),
+        lambda catalog: catalog._environment.clean_readers(),
+        lambda catalog: catalog._environment.is_shared(),
+    ],
+    ids=["reads", "writes", "cleans", "locks"],
+)
+def test_a_forked_process_does_not_use_its_parents_catalog(make, filled, verb):
+    """LMDB's locks and readers belong to the process that opened it: two would write at once."""
+    catalog = make()
+    assert forked(lambda: verb(catalog)) == "ClosedError"
+    assert is_whole(catalog)
+
+
+def test_a_forked_process_does_not_keep_the_catalog_of_a_parent_that_left(make, filled, folder):
+    """Nobody would ever be the first again: what was torn is found by who gets the lock alone."""
+    catalog = make()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writing)
+        os.read(reading, 1)  # until the parent has looked
+        os._exit(0)
+    catalog.close()
+    with (folder / "in-use").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(writing)
+    os.waitpid(child, 0)

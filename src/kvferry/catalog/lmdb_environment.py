@@ -11,7 +11,8 @@ crash may have torn is therefore not opened again:
 - Whoever meets damage later writes that into `in-use`, for the next first one.
 
 LMDB must not be open twice in one process, so catalogs of one process share an environment: the
-table of open ones is the one piece of global state, and LMDB's own.
+table of open ones is the one piece of global state, and LMDB's own. A process that was forked from
+one that has a catalog open cannot use it, and LMDB does not let it open the same one again.
 
 Any thread may call. Write transactions exclude each other across processes, and the lock of a
 process that was killed inside one is taken over by the next.
@@ -31,7 +32,7 @@ import lmdb
 
 from kvferry.catalog.lmdb_records import TABLES
 from kvferry.clock import Clock
-from kvferry.errors import ConfigError, UnavailableError
+from kvferry.errors import ClosedError, ConfigError, UnavailableError
 
 T = TypeVar("T")
 
@@ -166,6 +167,7 @@ class Environment:
         self.user_count = 0
         self._clock = clock
         self._map_bytes = map_bytes
+        self._process_id = os.getpid()
         self._descriptor = -1
         self._lmdb: lmdb.Environment | None = None
         self._databases: dict[str, lmdb._Database] = {}
@@ -305,16 +307,28 @@ class Environment:
             self._mark(b"")
 
     def _close_descriptor(self) -> None:
+        """A process that was forked meanwhile has it too, and must not keep the lock."""
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         os.close(self._descriptor)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process_id:
+            raise ClosedError(
+                "catalog.forked",
+                "the catalog is open in another process, which this one was forked from",
+                folder=str(self.folder),
+            )
 
     def is_shared(self) -> bool:
         """True if other processes, or other catalogs of this one, have it open."""
+        self._check_process()
         is_alone = self.user_count == 1 and self._lock(fcntl.LOCK_EX)
         self._wait_for_lock()
         return not is_alone
 
     def clean_readers(self) -> None:
         """Ends the reads of processes that were killed: they would keep old states on disk."""
+        self._check_process()
         with self._mapped_errors():
             self._lmdb.reader_check()
 
@@ -330,6 +344,8 @@ class Environment:
         return self._transact(work, is_write=True)
 
     def _transact(self, work: Callable[[Tables], T], is_write: bool) -> T:
+        self._check_process()
+
         def attempt() -> T:
             with (
                 self._counted(),
