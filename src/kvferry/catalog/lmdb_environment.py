@@ -8,7 +8,8 @@ crash may have torn is therefore not opened again:
 - The first process to come (it gets the lock exclusively) finds `in-use` empty: the last one to
   leave has flushed everything. Or the present boot: processes were killed, the system was not.
   Else the file is set aside and the catalog starts empty. So it does if LMDB can't read it.
-- Whoever meets damage later writes that into `in-use`, for the next first one.
+- Whoever meets damage later writes that into `in-use`, for the next first one. So does who finds
+  the file shorter than it was: to look past its end would kill the process.
 
 LMDB must not be open twice in one process, so catalogs of one process share an environment: the
 table of open ones is the one piece of global state, and LMDB's own. A process that was forked from
@@ -169,6 +170,8 @@ class Environment:
         self._map_bytes = map_bytes
         self._process_id = os.getpid()
         self._descriptor = -1
+        self._data_descriptor = -1
+        self._data_bytes = 0
         self._lmdb: lmdb.Environment | None = None
         self._databases: dict[str, lmdb._Database] = {}
         self._changed = threading.Condition()
@@ -284,7 +287,8 @@ class Environment:
                 name: self._retried(lambda name=name: self._lmdb.open_db(name.encode()))
                 for name in TABLES
             }
-        except lmdb.Error:
+            self._data_descriptor = os.open(self.folder / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
+        except (lmdb.Error, OSError):
             self._lmdb.close()
             raise
 
@@ -296,6 +300,7 @@ class Environment:
         if self._lock(fcntl.LOCK_EX) and os.pread(self._descriptor, 16, 0) != DAMAGED:
             self._flush()
         self._lmdb.close()
+        os.close(self._data_descriptor)
         self._close_descriptor()
 
     def _flush(self) -> None:
@@ -347,6 +352,7 @@ class Environment:
         self._check_process()
 
         def attempt() -> T:
+            self._check_length()
             with (
                 self._counted(),
                 self._lmdb.begin(db=self._databases["pages"], write=is_write) as transaction,
@@ -355,6 +361,13 @@ class Environment:
 
         with self._mapped_errors():
             return self._retried(attempt)
+
+    def _check_length(self) -> None:
+        known_bytes = self._data_bytes  # first: other threads may make it longer meanwhile
+        length_bytes = os.fstat(self._data_descriptor).st_size
+        if length_bytes < known_bytes:
+            raise lmdb.CorruptedError("data.mdb was cut off")
+        self._data_bytes = length_bytes
 
     @contextmanager
     def _mapped_errors(self) -> Iterator[None]:
