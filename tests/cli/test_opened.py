@@ -20,6 +20,7 @@ from kvferry.pages.facts import Asked
 from kvferry.pages.open import open_url
 from kvferry.pages.owner import StoreOwnership
 from kvferry.pages.segments import read_superblock
+from kvferry.testing.clock import ManualClock
 
 CAPACITY_BYTES = 16 << 20
 
@@ -92,9 +93,27 @@ def test_resize_changes_the_store(root):
     assert read_superblock(root).capacity_bytes == 32 << 20
 
 
-def test_resize_is_refused_while_an_engine_uses_the_store(root):
-    owner = StoreOwnership(root, "ab" * 16, SystemClock())
+class Meanwhile(ManualClock):
+    """While the command sleeps, somebody else works."""
+
+    work = staticmethod(lambda: None)
+
+    def sleep(self, duration_s):
+        super().sleep(duration_s)
+        self.work()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Meanwhile()
+    monkeypatch.setattr("kvferry.cli.resize.SystemClock", lambda: clock)
+    return clock
+
+
+def test_resize_is_refused_while_an_engine_uses_the_store(root, clock):
+    owner = StoreOwnership(root, "ab" * 16, clock)
     owner.acquire(1.0)
+    clock.work = owner.beat
     with pytest.raises(IncompatibleError):
         resize(str(root), "32MiB")
     assert read_superblock(root).capacity_bytes == CAPACITY_BYTES
@@ -103,8 +122,16 @@ def test_resize_is_refused_while_an_engine_uses_the_store(root):
     assert read_superblock(root).capacity_bytes == 32 << 20
 
 
-def test_resize_can_be_forced(root):
-    StoreOwnership(root, "ab" * 16, SystemClock()).acquire(1.0)
+def test_resize_is_not_held_up_by_an_engine_that_was_killed(root, clock):
+    StoreOwnership(root, "ab" * 16, clock).acquire(1.0)
+    resize(str(root), "32MiB")
+    assert read_superblock(root).capacity_bytes == 32 << 20
+
+
+def test_resize_can_be_forced(root, clock):
+    owner = StoreOwnership(root, "ab" * 16, clock)
+    owner.acquire(1.0)
+    clock.work = owner.beat
     resize(str(root), "32MiB", force=True)
     assert read_superblock(root).capacity_bytes == 32 << 20
 

@@ -15,8 +15,10 @@ class BusyClock(ManualClock):
     def __init__(self, seed: int = 0):
         super().__init__(seed)
         self.meanwhile = lambda: None
+        self.slept_s = 0.0
 
     def sleep(self, duration_s: float) -> None:
+        self.slept_s += duration_s
         super().sleep(duration_s)
         self.meanwhile()
 
@@ -175,10 +177,66 @@ def test_a_store_that_came_back_to_the_same_catalog_is_lost_to_who_slept(tmp_pat
     assert sibling.holds
 
 
+def test_the_dead_are_dropped(tmp_path, clock):
+    """Else another catalog would wait for them, although all that live have left."""
+    living, dead = (_party(tmp_path, "a", clock) for _ in range(2))
+    living.acquire(LEASE_S)
+    dead.acquire(LEASE_S)
+    for _ in range(5):
+        living.beat()
+        clock.advance(LEASE_S / 4)
+    living.beat()
+    living.release()
+    assert _party(tmp_path, "b", clock).acquire(LEASE_S) is True
+    assert clock.slept_s == 0
+
+
+def test_who_was_only_asleep_is_counted_again(tmp_path, clock):
+    living, asleep = (_party(tmp_path, "a", clock) for _ in range(2))
+    living.acquire(LEASE_S)
+    asleep.acquire(LEASE_S)
+    for _ in range(6):
+        living.beat()
+        clock.advance(LEASE_S / 4)
+    asleep.beat()
+    living.beat()
+    living.release()
+    clock.meanwhile = asleep.beat
+    with pytest.raises(IncompatibleError):
+        _party(tmp_path, "b", clock).acquire(LEASE_S)
+
+
+def test_a_process_that_beats_is_never_dropped(tmp_path, clock):
+    first, second = (_party(tmp_path, "a", clock) for _ in range(2))
+    first.acquire(LEASE_S)
+    second.acquire(LEASE_S)
+    for _ in range(12):
+        clock.advance(LEASE_S / 4)
+        second.beat()
+        first.beat()
+    first.release()
+    clock.meanwhile = second.beat
+    with pytest.raises(IncompatibleError):
+        _party(tmp_path, "b", clock).acquire(LEASE_S)
+
+
 def test_who_uses_a_store_can_be_asked(tmp_path, clock):
     asking, owner = _party(tmp_path, "", clock), _party(tmp_path, "a", clock)
-    assert asking.user() is None
+    assert asking.user(LEASE_S) is None
     owner.acquire(LEASE_S)
-    assert asking.user().catalog_id == "a"
+    clock.meanwhile = owner.beat
+    assert asking.user(LEASE_S).catalog_id == "a"
+    clock.meanwhile = lambda: None
+    assert asking.user(LEASE_S) is None, "it was killed"
     owner.release()
-    assert asking.user() is None
+    slept_s = clock.slept_s
+    assert asking.user(LEASE_S) is None
+    assert clock.slept_s == slept_s, "nobody had to be waited for"
+
+
+def test_who_leaves_while_one_watches_does_not_make_the_dead_alive(tmp_path, clock):
+    asking, dead, leaving = (_party(tmp_path, name, clock) for name in ("", "a", "a"))
+    dead.acquire(LEASE_S)
+    leaving.acquire(LEASE_S)
+    clock.meanwhile = leaving.release
+    assert asking.user(LEASE_S) is None

@@ -10,6 +10,7 @@ from kvferry.cli.opened import existing_root
 from kvferry.clock import SystemClock
 from kvferry.config import parse_size
 from kvferry.errors import IncompatibleError
+from kvferry.offload.build import OWNER_LEASE_S
 from kvferry.pages import segments
 from kvferry.pages.owner import StoreOwnership
 
@@ -26,19 +27,20 @@ def resize(
     pages: options.Pages,
     capacity: Annotated[str, typer.Argument(help='Bytes, or a size such as "200GiB".')],
     force: Annotated[
-        bool, typer.Option("--force", help="Although an engine has not said that it left.")
+        bool, typer.Option("--force", help="Although an engine may use the store: do not look.")
     ] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Change the capacity of a store while no engine uses it. Smaller: what is too much is
-    evicted when an engine starts. The configuration must then agree, or leave capacity out."""
+    """Change the capacity of a store while no engine uses it; after one was killed it takes some
+    seconds to be sure. Smaller: what is too much is evicted when an engine starts. The
+    configuration must then agree, or leave capacity out."""
     root, superblock = existing_root(options.store_config(pages))
     clock = SystemClock()
-    user = StoreOwnership(root, "", clock).user()
-    if user is not None and not force:
+    user = None if force else StoreOwnership(root, "", clock).user(OWNER_LEASE_S)
+    if user is not None:
         raise IncompatibleError(
             "cli.in_use",
-            f"an engine on {user.host} uses the store: stop it, or use --force if it is dead",
+            f"an engine on {user.host} uses the store: stop it first",
         )
     facts = segments.resize(root, parse_size("capacity", capacity), clock)
     report = ResizeReport(facts.store_id.hex(), superblock.capacity_bytes, facts.capacity_bytes)

@@ -7,6 +7,7 @@ and a count for every process that uses it. All processes of one catalog beat in
 counts move as long as one of them lives. Another catalog watches them by its own clock, for a
 lease: if they move it is refused, if they don't it begins the next term. Nobody writes to a term
 that is not its own, so an owner that was only asleep sees by the next beat that it has lost.
+The count of a process that was killed stands still; the others drop it after a lease.
 """
 
 import re
@@ -55,6 +56,7 @@ class StoreOwnership:
         self._lease_s = 0.0
         self._beat_s = 0.0
         self._count = 0
+        self._moved: dict[str, tuple[int, float]] = {}  # count by process, and since when
         self.lost = False
 
     @property
@@ -91,7 +93,7 @@ class StoreOwnership:
                 self.lost = True
                 return
             self._count += 1
-            self._write(term, {**_others(term, self._process), self._process: self._count})
+            self._write(term, {**self._living(term), self._process: self._count})
             self._beat_s = self._clock.now_s()
 
     def release(self) -> None:
@@ -105,12 +107,19 @@ class StoreOwnership:
                 self._write(term, _others(term, self._process))
         self._number = None
 
-    def user(self) -> Term | None:
-        """The term that some process uses, or used until it died; None if all have left. Looks
-        only; may be called without `acquire`."""
+    def user(self, lease_s: float) -> Term | None:
+        """The term that some process uses; None if all have left. Where some may have died it
+        watches, for `lease_s` at most. Looks only; may be called without `acquire`."""
         with files.system_errors("look at", self._root):
-            _, term = self._latest()
-        return term if term.beats else None
+            number, term = self._latest()
+            for _ in range(_LOOKS_PER_LEASE):
+                if not term.beats:
+                    return None
+                self._clock.sleep(lease_s / _LOOKS_PER_LEASE)
+                seen, (latest_number, term) = term, self._latest()
+                if latest_number != number or term.beats.items() - seen.beats.items():
+                    return term
+        return None
 
     def _begin(self, number: int) -> None:
         self._number = number
@@ -119,6 +128,20 @@ class StoreOwnership:
         for older in self._numbers():
             if older < number:
                 self._path(older).unlink(missing_ok=True)
+
+    def _living(self, term: Term) -> dict[str, int]:
+        """The counts of other processes that have moved within a lease."""
+        now_s, others = self._clock.now_s(), _others(term, self._process)
+        known = self._moved
+        self._moved = {
+            name: known[name] if known.get(name, (None, 0.0))[0] == count else (count, now_s)
+            for name, count in others.items()
+        }
+        return {
+            name: count
+            for name, (count, since_s) in self._moved.items()
+            if now_s - since_s < self._lease_s
+        }
 
     def _watch(self, number: int, seen: Term) -> None:
         for _ in range(_LOOKS_PER_LEASE):
@@ -165,6 +188,6 @@ class StoreOwnership:
 
 
 def _others(term: Term, process: str) -> dict[str, int]:
-    """The processes that beat last, without one; those that died unseen fall off in time."""
+    """The processes that beat last, without one."""
     others = [(name, count) for name, count in term.beats.items() if name != process]
     return dict(others[-_PROCESSES_MAX:])
