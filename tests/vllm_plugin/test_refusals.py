@@ -62,6 +62,10 @@ FULL = group(FullAttentionSpec(), FullAttentionSpec())
 OPTIONS = {"pages": "posix:///tmp/pages"}
 
 
+def media(**changes):
+    return {"model_config__multimodal_config": SimpleNamespace(**changes)}
+
+
 def check(engine=None, groups=(FULL,), version=(0, 32), options=OPTIONS):
     cache = SimpleNamespace(kv_cache_groups=list(groups))
     refusals.check(decode(options), engine or settings(), cache, version)
@@ -70,6 +74,9 @@ def check(engine=None, groups=(FULL,), version=(0, 32), options=OPTIONS):
 def test_what_is_supported_starts():
     check(groups=[FULL, group(SlidingWindowSpec())])
     check(settings(speculative_config=SimpleNamespace(method="ngram")))
+    check(settings(aux_output_config=SimpleNamespace(enabled=False)))
+    check(settings(**media(mm_encoder_attn_dtype=None)))
+    check(settings(**media(mm_encoder_attn_dtype="fp8", mm_encoder_fp8_scale_path="/scales")))
     check(
         settings(kv_transfer_config__kv_load_failure_policy="fail"),
         options=OPTIONS | {"allow_failed_requests": True},
@@ -89,6 +96,13 @@ def test_what_is_supported_starts():
         ({"model_config__enable_sleep_mode": True}, "sleep mode"),
         ({"cache_config__calculate_kv_scales": True}, "calculate_kv_scales"),
         ({"speculative_config": SimpleNamespace(method="eagle")}, "eagle"),
+        ({"model_config__is_diffusion": True}, "diffusion"),
+        ({"aux_output_config": SimpleNamespace(enabled=True)}, "enable_return_routed_experts"),
+        ({"model_config__enable_return_routed_experts": True}, "enable_return_routed_experts"),
+        (
+            media(mm_encoder_attn_dtype="fp8"),
+            "mm_encoder_fp8_scale_path",
+        ),
     ],
     ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
 )

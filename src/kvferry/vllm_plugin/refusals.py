@@ -83,12 +83,36 @@ def _engine(vllm_config: Any) -> Iterator[str]:
             "calculate_kv_scales is on: scales computed at run time differ between engines, so"
             " their KV caches are not interchangeable"
         )
+    yield from _model(vllm_config)
     speculative = vllm_config.speculative_config
     method = getattr(speculative, "method", None)
     if speculative is not None and method not in SPECULATIONS_WITHOUT_KV:
         yield (
             f"speculative method {method!r} has a draft model with a KV cache of its own: not"
             f" supported yet (supported: {', '.join(SPECULATIONS_WITHOUT_KV)})"
+        )
+
+
+def _model(vllm_config: Any) -> Iterator[str]:
+    model = vllm_config.model_config
+    if getattr(model, "is_diffusion", False):
+        yield (
+            "this is a diffusion model: it computes tokens of a block again and again, so what is"
+            " full is not final"
+        )
+    auxiliary = getattr(vllm_config, "aux_output_config", None)
+    routed = getattr(model, "enable_return_routed_experts", False)
+    if routed or getattr(auxiliary, "enabled", False):
+        yield (
+            "enable_return_routed_experts is on: for tokens that are loaded nobody computes which"
+            " experts they went to"
+        )
+    media = getattr(model, "multimodal_config", None)
+    is_static = getattr(media, "mm_encoder_fp8_scale_path", None) is not None
+    if getattr(media, "mm_encoder_attn_dtype", None) == "fp8" and not is_static:
+        yield (
+            'mm_encoder_attn_dtype is "fp8" without scales: what becomes of an image depends on'
+            " those seen before. Set mm_encoder_fp8_scale_path"
         )
 
 
