@@ -21,7 +21,7 @@ from kvferry.transfer.settings import Settings
 log = logging.getLogger(__name__)
 
 BUSY_WAIT_S = 0.001
-IDLE_WAIT_S = 0.01
+IDLE_WAIT_S = 0.002
 
 
 class Rank(Protocol):
