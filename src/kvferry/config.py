@@ -190,6 +190,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             " loaded then fails its request."
         ),
     ] = False
+    allow_weight_updates: Annotated[
+        bool,
+        _process(
+            description="Start although `weight_transfer_config` is set: whoever updates weights"
+            " then resets with `reset_connector=True` or pauses with the cache cleared. Without"
+            " that, KV of the old weights is served."
+        ),
+    ] = False
     failed_key_ttl_s: Annotated[
         _Seconds,
         _process(description="A page that failed to load is not offered again for this time."),

@@ -74,6 +74,11 @@ def check(engine=None, groups=(FULL,), version=(0, 32), options=OPTIONS):
 def test_what_is_supported_starts():
     check(groups=[FULL, group(SlidingWindowSpec())])
     check(settings(speculative_config=SimpleNamespace(method="ngram")))
+    check(settings(weight_transfer_config=None))
+    check(
+        settings(weight_transfer_config=SimpleNamespace(backend="nccl")),
+        options=OPTIONS | {"allow_weight_updates": True},
+    )
     check(settings(aux_output_config=SimpleNamespace(enabled=False)))
     check(settings(**media(mm_encoder_attn_dtype=None)))
     check(settings(**media(mm_encoder_attn_dtype="fp8", mm_encoder_fp8_scale_path="/scales")))
@@ -96,6 +101,7 @@ def test_what_is_supported_starts():
         ({"model_config__enable_sleep_mode": True}, "sleep mode"),
         ({"cache_config__calculate_kv_scales": True}, "calculate_kv_scales"),
         ({"speculative_config": SimpleNamespace(method="eagle")}, "eagle"),
+        ({"weight_transfer_config": SimpleNamespace(backend="nccl")}, "reset_connector=True"),
         ({"model_config__is_diffusion": True}, "diffusion"),
         ({"aux_output_config": SimpleNamespace(enabled=True)}, "enable_return_routed_experts"),
         ({"model_config__enable_return_routed_experts": True}, "enable_return_routed_experts"),

@@ -26,6 +26,7 @@ def check(config: Config, vllm_config: Any, kv_cache_config: Any, version: tuple
     reasons: list[Callable[[], Iterator[str]]] = [
         lambda: _role(vllm_config.kv_transfer_config),
         lambda: _failure_policy(config, vllm_config.kv_transfer_config),
+        lambda: _weight_updates(config, vllm_config),
         lambda: _parallelism(vllm_config.parallel_config),
         lambda: _engine(vllm_config),
         lambda: _groups(kv_cache_config.kv_cache_groups, version),
@@ -66,6 +67,17 @@ def _failure_policy(config: Config, transfer: Any) -> Iterator[str]:
             'kv_load_failure_policy is "fail", vLLM\'s default: a page that cannot be read would'
             " fail its request instead of being computed again. Add to --kv-transfer-config:"
             f" {FAILURE_POLICY_LINE}"
+        )
+
+
+def _weight_updates(config: Config, vllm_config: Any) -> Iterator[str]:
+    """vLLM does not tell a connector that weights have changed, only that its cache is void."""
+    updates = getattr(vllm_config, "weight_transfer_config", None)
+    if updates is not None and not config.allow_weight_updates:
+        yield (
+            "weight_transfer_config is set: unless each update of the weights is followed by"
+            " reset_prefix_cache(reset_connector=True), KV of the old ones is served. Where it is"
+            ' so, set "allow_weight_updates": true in kv_connector_extra_config'
         )
 
 
