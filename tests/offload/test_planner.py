@@ -384,3 +384,21 @@ def test_the_first_request_after_a_long_rest_is_stored(bench):
     assert bench.planner.match("a", 0, 32) == 0
     bench.tables["a"] = [list(range(1, 9))]
     assert stored(bench.admit("a", 0, 32)) == [0, 1, 2, 3]
+
+
+def test_slots_reserved_while_a_prompt_was_computed_are_in_time_for_its_end(bench):
+    """Of a long prompt that is computed in one step and answered with one token."""
+    bench.begin("a", TOKENS)
+    pool = bench.planner._stores.pools[0]
+    pool.take(len(pool) - 1, 0.0)
+    request = PlainRequest("b", [7, *TOKENS])
+    bench.planner.on_new_request(request)
+    bench.tables["b"] = [list(range(50, 59))]
+    assert bench.planner.match("b", 0, 33) is None
+    bench.runner.step()  # the lookup, and nothing else
+    assert bench.planner.match("b", 0, 33) == 0
+    assert stored(bench.admit("b", 0, 33)) == [0]
+    bench.background()
+    request.tokens = [7, *TOKENS, 1]
+    bench.planner.finished("b", bench.tables["b"])
+    assert stored(bench.step()) == [1, 2, 3]

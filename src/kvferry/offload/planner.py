@@ -192,6 +192,8 @@ class Planner:
     def _store_late(self, record: Record, tables: Sequence[Sequence[int]], end_tokens: int) -> None:
         self._matcher.adopt_keys(record)
         now_s = self._clock.now_s()
+        if self._refills:  # reserved while its prompt was computed, perhaps in one step
+            self._collect_refills(now_s)
         self._late_stores += self._stores.plan(record, tables, end_tokens, now_s)
         self._watch_pools()
         self._stores.count_missed(record, end_tokens, now_s)
