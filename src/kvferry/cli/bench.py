@@ -114,7 +114,7 @@ def scheduler(
 @app.command()
 def engine(
     folder: options.Scratch = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of all engines.")] = 7,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of all engines.")] = 14,
     as_json: options.AsJson = False,
 ) -> None:
     """What storing costs a real engine, and what loading saves it. Needs vLLM and the demo's
@@ -124,7 +124,7 @@ def engine(
     clock = SystemClock()
     model = smollm.model_folder(cache_folder())
     with TemporaryDirectory(dir=folder) as scratch, output.progress() as progress:
-        task = progress.add_task("rounds", total=1 + 8 * rounds)
+        task = progress.add_task("rounds", total=1 + 5 * rounds)
         bench = bench_engine.Bench(Path(scratch), model, clock)
         result = bench.run(rounds, lambda: progress.advance(task))
     load = [round(minutes, 2) for minutes in os.getloadavg()]
