@@ -27,8 +27,8 @@ inline Deadline deadline_after(double timeout_s) {
   return std::chrono::steady_clock::now() + std::chrono::duration_cast<Duration>(wait);
 }
 
-// For threads that are busy for long: whoever wakes up meanwhile (the mover, the engine) gets a core
-// at once, also where there are as many of them as cores. Fails silently: it is a matter of speed.
+// For threads that are busy for long: whoever wakes up meanwhile (the mover, the engine) gets a
+// core at once, also where there are as many of them as cores. Fails silently: it is about speed.
 inline void be_nice(int levels) {
   ::setpriority(PRIO_PROCESS, 0, ::getpriority(PRIO_PROCESS, 0) + levels);  // of this thread alone
 }

@@ -65,8 +65,8 @@ class IoPool : public std::enable_shared_from_this<IoPool> {
   bool close(double timeout_s);
 
  private:
-  // `begun_count` slices were given out, `ended_count` of them have ended. `failed`: the first slice
-  // of the part that decides the outcome.
+  // `begun_count` slices were given out, `ended_count` of them have ended. `failed`: the first
+  // slice of the part that decides the outcome.
   struct Task {
     Operation operation;
     Result result;

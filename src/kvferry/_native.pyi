@@ -82,8 +82,9 @@ class IoPool:
     levels nicer than the process. Several threads share an extent unless its I/O is direct, in
     parts of 1 MiB or one slice, whichever is more. An operation is (descriptor, offset_bytes,
     buffer_address, first_slice, slice_count, slice_bytes, payload_bytes, header); offset, address
-    and `slice_bytes` are multiples of 4,096. `header`: the template of the page's headers (`pages.header.template`, 256 bytes or more; zeros follow),
-    in which the pool fills in slice index and checksums. Numbers of jobs start at 1.
+    and `slice_bytes` are multiples of 4,096. `header`: the template of the page's headers
+    (`pages.header.template`, 256 bytes or more; zeros follow), in which the pool fills in slice
+    index and checksums. Numbers of jobs start at 1.
 
     From submit on, the buffer belongs to the pool until the operation's result was returned. The
     caller keeps the descriptor open as long.
@@ -110,8 +111,8 @@ class IoPool:
         once. The code is the place in `pages.base.Outcome`. Never waits."""
 
     def wait(self, timeout_s: float) -> list[tuple[int, int, int, int, tuple[int, ...]]]:
-        """As poll, but waits up to `timeout_s` for results: for a few while more is out, so that not
-        each of them wakes the caller."""
+        """As poll, but waits up to `timeout_s` for results: for a few while more is out, so that
+        not each of them wakes the caller."""
 
     def close(self, timeout_s: float) -> bool:
         """Waits for all that was submitted; `poll` and `wait` still return it. False if time ran

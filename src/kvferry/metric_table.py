@@ -157,7 +157,8 @@ _STORES = (
         "chunks",
         "Stores given up; no request waits for them. `no_slot`: none reserved; `no_staging`: more"
         " in flight than `staging_bytes`; `late`: past `store_deadline_s`; `fenced`: the engine"
-        " needed the blocks first; `rewritten`: it had used them again already; `expired`: the reservation was gone; `unavailable`: the catalog"
+        " needed the blocks first; `rewritten`: it had used them again already; `expired`: the"
+        " reservation was gone; `unavailable`: the catalog"
         " did not answer; `reset`: weights or cache were reset; `closing`: the engine stopped.",
         "`no_slot`: the store is full of pages in use, raise `capacity_bytes`, or raise"
         " `reserve_ahead_count`. `no_space`: the disk is full below the store's capacity."
