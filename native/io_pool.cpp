@@ -20,7 +20,7 @@ Outcome outcome_of(int error_number) {
 // just copied, or brings there what is about to be. Direct I/O takes the extent at once.
 constexpr size_t kPieceBytes = 256 << 10;
 
-// While more is out, who waits is woken for so many results and not for each.
+// While as much is out, who waits is woken for so many results and not for each.
 constexpr size_t kResultsAtOnce = 6;
 
 bool is_direct(const Operation& operation) {
@@ -233,7 +233,7 @@ void IoPool::end_part(Task& task, const Part& part) {
   if (task.result.outcome != Outcome::kOk) task.result.checksums.clear();
   results_.push_back(std::move(task.result));
   --out_count_;
-  if (out_count_ == 0 || results_.size() >= kResultsAtOnce) has_results_.notify_all();
+  if (results_.size() >= std::min(kResultsAtOnce, out_count_)) has_results_.notify_all();
 }
 
 void IoPool::read(Task& task, Part& part) {

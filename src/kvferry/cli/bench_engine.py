@@ -72,7 +72,7 @@ class Bench:
         for _ in range(count):
             prompt = self._prompt(SHORT_TOKENS)
             for name in self._order(seconds):
-                seconds[name] += _first_token_s(engines[name], [prompt])
+                seconds[name] += self._ask(engines[name], [prompt])
             advance()
         return seconds
 
