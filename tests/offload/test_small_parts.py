@@ -93,6 +93,16 @@ def test_only_what_was_allocated_since_is_ours():
     assert origins.are_ours([[3, 4, 1]], 11)  # the third block is not full
 
 
+def test_before_the_ranks_agree_nothing_is_ours():
+    """A sibling connector may have loaded what a request finds in its first blocks: one that was
+    admitted then stores nothing later either."""
+    origins = Origins()
+    assert not origins.are_ours([[1, 2]], 8)
+    origins.allocated([1, 2])
+    origins.disown([[1, 2]], 0, 8)
+    assert not origins.are_ours([[1, 2]], 8)
+
+
 def test_a_clean_block_on_a_foreign_one_is_no_clean_prefix():
     """A prefix cache puts blocks of different requests together."""
     origins = Origins()

@@ -41,7 +41,7 @@ class Origins:
     def are_ours(self, tables: Sequence[Sequence[int]], end_tokens: int) -> bool:
         """Whether the blocks of the first `end_tokens` of a request are ours, as far as it has
         them."""
-        if self._are_all_ours:
+        if self._are_all_ours or not self._parts:
             return bool(self._parts)
         return all(
             self._ours.issuperset(tables[part.group_index][: end_tokens // part.block_tokens])
