@@ -88,7 +88,7 @@ def scheduler_pages(engine: Any, how: str, late_s: float) -> None:
 
 
 def scheduler_catalog(engine: Any, how: str) -> None:
-    _disturb_catalog(_planner(engine)._catalog, how)
+    _disturb_catalog(_planner(engine)._room._catalog, how)
 
 
 def scheduler_state(engine: Any) -> dict[str, int]:
