@@ -1,4 +1,5 @@
-"""The measurements of real engines run, and see what is wrong: once, with a tiny model."""
+"""The measurements of real engines run, and see what is wrong: once, with a tiny model. They need
+six engines, so they run with the slow tests; their parts are tested in tests/cli."""
 
 import pytest
 
@@ -18,6 +19,7 @@ def plan(folder):
     return found
 
 
+@pytest.mark.slow
 def test_time_to_first_token_is_measured_and_every_answer_checked(tmp_path):
     bench = bench_ttft.Bench(plan(tmp_path), SystemClock())
     result = bench.run()
@@ -30,6 +32,7 @@ def test_time_to_first_token_is_measured_and_every_answer_checked(tmp_path):
     assert row["link_ms"] > 0
 
 
+@pytest.mark.slow
 def test_a_peer_that_does_not_start_says_why_and_the_others_go_on(tmp_path):
     """vLLM's own connectors refuse a CPU, which is as good a failure as any."""
     clock = SystemClock()
