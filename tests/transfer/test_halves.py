@@ -3,6 +3,8 @@ kept for those that may read them and for nobody else."""
 
 import pytest
 
+pytest.importorskip("kvferry._native", reason="keys of prompts need the native extension")
+
 from kvferry.catalog.runner import Runner
 from kvferry.errors import ConfigError
 from kvferry.keys import ROOT_PARENT, chunk_key

@@ -7,6 +7,8 @@ import signal
 
 import pytest
 
+pytest.importorskip("kvferry._native", reason="keys of prompts need the native extension")
+
 from kvferry._nixl import PACKAGES
 from kvferry.catalog.runner import Runner
 from kvferry.clock import SystemClock

@@ -8,6 +8,8 @@ from collections import Counter
 
 import pytest
 
+pytest.importorskip("kvferry._native", reason="keys of prompts need the native extension")
+
 from kvferry.errors import InternalError
 from kvferry.testing.transfer_world.world import World
 from kvferry.testing.world.checks import Failed

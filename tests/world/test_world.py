@@ -19,7 +19,7 @@ from kvferry.testing.world.checks import Failed, SimClock
 from kvferry.testing.world.world import World
 
 STEPS = 800
-SEEDS = range(390, 560)
+SEEDS = range(390, 570)
 SEEDS_EACH = 10
 
 HAPPENED = (

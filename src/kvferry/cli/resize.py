@@ -10,9 +10,8 @@ from kvferry.cli.opened import existing_root
 from kvferry.clock import SystemClock
 from kvferry.config import parse_size
 from kvferry.errors import IncompatibleError
-from kvferry.offload.build import OWNER_LEASE_S
 from kvferry.pages import segments
-from kvferry.pages.owner import StoreOwnership
+from kvferry.pages.owner import OWNER_LEASE_S, StoreOwnership
 
 
 class ResizeReport(msgspec.Struct, frozen=True):

@@ -35,12 +35,11 @@ from kvferry.pages.base import PageStore, StoreFacts
 from kvferry.pages.facts import Asked
 from kvferry.pages.open import open_url as open_pages
 from kvferry.pages.open import require_path
-from kvferry.pages.owner import StoreOwnership
+from kvferry.pages.owner import OWNER_LEASE_S, StoreOwnership
 from kvferry.pages.threads import read_threads
 
 log = logging.getLogger(__name__)
 
-OWNER_LEASE_S = 10.0
 OPEN_WAIT_S = 15.0
 """How long a start waits for the catalog: longer than a silent owner's lease."""
 REOPEN_S = 5.0

@@ -24,6 +24,8 @@ _TERM = re.compile(r"owner\.([0-9a-f]{8})")
 _VERSION = 1  # 1: the first
 _LOOKS_PER_LEASE = 10
 _PROCESSES_MAX = 64
+OWNER_LEASE_S = 10.0
+"""An owner, or an engine, that was not heard of for so long is gone."""
 
 
 class Term(msgspec.Struct, frozen=True):
