@@ -63,6 +63,13 @@ def test_no_catalog_is_made(root, tmp_path):
     assert not (tmp_path / "state").exists()
 
 
+def test_a_catalog_that_was_named_must_be_there(root, tmp_path):
+    """A misspelt name must not look like a store that nobody has used."""
+    config = store_config(str(root), f"lmdb://{tmp_path}/nothing")
+    with pytest.raises(UnavailableError, match="no catalog"), open_store(config):
+        pass
+
+
 def test_a_catalog_in_use_is_shared(root, catalog):
     catalog_id = catalog.catalog_id
     with open_store(store_config(str(root))) as store:

@@ -50,7 +50,7 @@ def open_store(config: Config) -> Iterator[OpenedStore]:
     url = config.catalog_url(facts.store_id)
     catalog = None
     try:
-        catalog = _open_catalog(url, facts)
+        catalog = _open_catalog(url, facts, is_named=config.catalog is not None)
         yield OpenedStore(pages, facts, catalog, url)
     finally:
         if catalog is not None:
@@ -58,10 +58,12 @@ def open_store(config: Config) -> Iterator[OpenedStore]:
         pages.close()
 
 
-def _open_catalog(url: str, facts: StoreFacts) -> Catalog | None:
+def _open_catalog(url: str, facts: StoreFacts, *, is_named: bool) -> Catalog | None:
     """Only one that is there already: looking at a store makes no catalog."""
     scheme, path = split_url(url)
     if scheme != "lmdb" or not Path(path, "data.mdb").exists():
+        if is_named:
+            raise UnavailableError("cli.no_catalog", f"there is no catalog in {url}: name another")
         return None
     catalog = LmdbCatalog(Path(path), SystemClock(), is_guest=True)
     catalog.open(facts.store_id, facts.capacity_bytes, facts.segment_bytes)
