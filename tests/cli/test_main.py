@@ -53,7 +53,7 @@ def test_each_error_has_its_code(kind, code):
 
 @pytest.mark.parametrize(
     ("size_bytes", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (1 << 51, "2048.0 TiB")],
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (1 << 51, "2.0 PiB")],
 )
 def test_sizes_are_readable(size_bytes, text):
     assert output.size_text(size_bytes) == text

@@ -59,7 +59,7 @@ def settings(**changes):
 
 
 FULL = group(FullAttentionSpec(), FullAttentionSpec())
-OPTIONS = {"pages": "posix:///tmp/pages"}
+OPTIONS = {"pages": "posix:///kv"}
 
 
 def media(**changes):

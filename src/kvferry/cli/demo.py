@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvferry.cli import smollm
+from kvferry.cli import output, smollm
 from kvferry.config import cache_folder, child_environment
 from kvferry.errors import InternalError
 
@@ -50,7 +50,7 @@ def demo(
 ) -> None:
     """Two engines share one KV cache: time to first token with and without. Exit code 1 if what
     the table claims does not hold."""
-    console = Console(stderr=as_json)
+    console = output.open_console(stderr=as_json)
     model = smollm.model_folder(cache_folder())
     with tempfile.TemporaryDirectory(prefix="kvferry-demo-") as scratch:
         store = keep or Path(scratch) / "store"

@@ -17,6 +17,8 @@ UNREACHABLE = 3
 BUG = 70
 
 GIB = 1 << 30
+PIPE_COLUMNS = 200
+"""Where no terminal says how wide it is, nothing is cut off."""
 
 
 def exit_code(error: Error) -> int:
@@ -34,6 +36,14 @@ def print_json(value: Any) -> None:
     print(msgspec.json.format(text, indent=2).decode())
 
 
+def open_console(*, stderr: bool = False) -> Console:
+    """Where a command speaks to people."""
+    console = Console(stderr=stderr)
+    if not console.is_terminal:
+        console.width = PIPE_COLUMNS
+    return console
+
+
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> None:
     """A table on standard output; all but the first column are aligned to the right."""
     table = Table(title=title or None, title_justify="left")
@@ -41,7 +51,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: st
         table.add_column(column, justify="right" if index else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    open_console().print(table)
 
 
 def progress() -> Progress:
@@ -63,8 +73,8 @@ def complain(message: str) -> None:
 
 def size_text(size_bytes: float) -> str:
     """Bytes for people, in powers of 1024."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(size_bytes) < 1024 or unit == "TiB":
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
+        if abs(size_bytes) < 1024 or unit == "PiB":
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
         size_bytes /= 1024
     raise InternalError("cli.size", "no unit is large enough")
