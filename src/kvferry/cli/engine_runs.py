@@ -164,9 +164,10 @@ def chunk_tokens(plan: Plan, facts: Mapping[str, Any]) -> int:
 
 
 def store_options(plan: Plan, content_bytes: int) -> dict[str, Any]:
-    """All loads are taken, and there is ample room for `content_bytes`."""
+    """All loads are taken, and there is ample room for `content_bytes`: a prompt gets at most a
+    quarter of the slots ahead."""
     return {
-        "capacity_bytes": max(3 * content_bytes // 2, CAPACITY_BYTES_MIN),
+        "capacity_bytes": max(4 * content_bytes, CAPACITY_BYTES_MIN),
         "model_id": f"{plan.shape_name} {'seeded' if plan.is_seeded else 'dummy'}",
         "cost_model": False,
         **plan.options,
