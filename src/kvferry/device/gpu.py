@@ -37,6 +37,10 @@ from kvferry.layout import PageGeometry, Region
 
 CHUNKS_PER_LANE = 2
 CLOSE_S = 60.0
+SLIP_WORDS = (32, 64, 128, 256, 512, 1024, 2048)
+SLIPS_READY = 16
+"""Of each length: memory that is pinned when a job needs it takes a millisecond, and stops the
+engine's own calls to the driver meanwhile."""
 Mark = Any
 
 
@@ -213,6 +217,8 @@ class Gpu:
         try:
             self.cuda.pin(self._staging_address, self._staging_bytes)
             self._is_pinned = True
+            for words in (array("q", bytes(8 * count)) for count in SLIP_WORDS):
+                _ = [self.cuda.slip(words) for _ in range(SLIPS_READY)]
             for warm_up in warm_ups:
                 warm_up()
             self._has_failed = False

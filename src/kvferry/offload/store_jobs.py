@@ -85,7 +85,8 @@ class StoreJobs:
     # Engine's thread
 
     def add(self, part: RankPart, store: Store, deadline_s: float) -> None:
-        """Queues the chunks of a span that this rank writes, and starts as many as it can."""
+        """Queues the chunks of a span that this rank writes: the mover gathers them, or a fence
+        that comes first. To submit a gather takes longer than an engine's step has to spare."""
         now_s = self._clock.now_s()
         until_s = now_s + min(deadline_s, store.lease_s)
         with self._lock:
@@ -95,7 +96,6 @@ class StoreJobs:
                     self._queue.append(job)
                     for block in chunk.blocks:
                         self._by_block.setdefault(block, []).append(job)
-            self._start_gathers()
 
     def lose(self, rewritten: Iterable[int]) -> None:
         """These blocks may hold other bytes already: what is not gathered from them is dropped."""
