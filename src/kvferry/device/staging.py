@@ -7,6 +7,7 @@ the slots is kept for them.
 """
 
 import ctypes
+import heapq
 import mmap
 import threading
 
@@ -53,7 +54,8 @@ class Staging:
         self._free = []
 
     def take_for_load(self) -> int | None:
-        """The address of a free slot, now the caller's; None if there is none."""
+        """The address of the first free slot, now the caller's; None if there is none. Slots that
+        are adjacent are copied at once, and few of them stay in the processor's cache."""
         return self._take(0)
 
     def take_for_store(self) -> int | None:
@@ -64,7 +66,7 @@ class Staging:
         with self._lock:
             if len(self._free) <= leave_count:
                 return None
-            address = self._free.pop()
+            address = heapq.heappop(self._free)
             self._taken.add(address)
             return address
 
@@ -73,4 +75,4 @@ class Staging:
             if address not in self._taken:
                 raise InternalError("staging_returned_twice", "slot is not out", address=address)
             self._taken.remove(address)
-            self._free.append(address)
+            heapq.heappush(self._free, address)
