@@ -16,6 +16,7 @@ from kvferry.offload.load_jobs import LoadJobs
 from kvferry.offload.mover import Mover
 from kvferry.offload.ranks import RankPart
 from kvferry.offload.store_jobs import StoreJobs
+from kvferry.offload.trial import Trial
 from kvferry.pages.base import Outcome
 from kvferry.pages.facts import Asked
 from kvferry.pages.header import Digest
@@ -58,6 +59,7 @@ class Worker:
         part = RankPart(
             LocalPart(PART, (region,), Placement(0, 2)), self.copier, bytes(16), PART.namespace
         )
+        self.parts = [part]
         self.staging = Staging(staging_slots * part.extent_bytes, part.extent_bytes)
         self.staging.open()
         self.pages.register(self.staging.address, self.staging.length_bytes)
@@ -73,6 +75,7 @@ class Worker:
             self.runner,
             loads,
             stores,
+            Trial(self.pages, self.staging, self.runner, self.clock, [part]),
         )
         identity = Identity(0, 1, 0, bytes(16), (PART,))
         self.jobs = Jobs(

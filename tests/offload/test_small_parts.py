@@ -2,7 +2,7 @@
 
 from kvferry.catalog.base import Slot
 from kvferry.layout import Address
-from kvferry.offload.cost import PREFILL_TOKENS_MIN, PROBE_EVERY, CostModel
+from kvferry.offload.cost import PREFILL_TOKENS_MIN, TRIAL_EVERY_S, CostModel
 from kvferry.offload.origin import Origins
 from kvferry.offload.quarantine import Quarantine
 from kvferry.offload.room import Demand, SlotPool, pack, unpack
@@ -68,10 +68,25 @@ def test_a_load_pays_where_it_is_faster_than_computing():
     assert not model(1000, 2000).pays()
 
 
-def test_a_load_that_does_not_pay_is_tried_now_and_then():
-    cost = model(1000, 2000)
-    answers = [cost.pays() for _ in range(2 * PROBE_EVERY)]
-    assert sum(answers) == 2
+def test_a_store_is_tried_while_its_speed_is_unknown_or_too_low():
+    cost = CostModel(True)
+    assert [cost.wants_trial(now_s) for now_s in (1.0, 1.1, TRIAL_EVERY_S + 2)] == [
+        True,
+        False,
+        True,
+    ]
+    cost.saw_load(1000, 1.0)
+    cost.saw_step(2000, 1.0)
+    assert not cost.wants_trial(100.0)
+    assert not any(cost.pays() for _ in range(100))
+    assert [cost.wants_trial(now_s) for now_s in (101.0, 102.0, 200.0)] == [True, False, False]
+    for _ in range(20):
+        cost.saw_load(4000, 1.0)
+    assert cost.pays()
+
+
+def test_nobody_tries_a_store_whose_loads_are_all_taken():
+    assert not CostModel(False).wants_trial(1.0)
 
 
 def test_short_steps_say_nothing_about_prefill():

@@ -141,6 +141,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     `late_stores`: blocks that were final before this step and may be lost in it.
     `drop_stores`: the namespace has changed (weights, reset): stores under way are dropped, loads
     under way fail.
+    `tries_store`: somebody wants to know how fast the store can be read.
     """
 
     parts: tuple[tuple[int, int, bytes], ...] = ()  # stage, group index, namespace
@@ -150,6 +151,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     overwritten: tuple[int, ...] = ()
     drop_stores: bool = False
     rewritten: tuple[int, ...] = ()
+    tries_store: bool = False
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True):
@@ -157,7 +159,7 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
 
     `failed_keys`: (namespace, key) that a load could not read or verify; they arrive no later
     than the report that ends the request's load. `loaded_tokens`: of the loads that ended since
-    the last report. `loading_s`: time since then during which at least one was under way.
+    the last report, and of trials. `loading_s`: time since then during which one was under way.
     """
 
     identities: tuple[Identity, ...] = ()

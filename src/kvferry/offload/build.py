@@ -31,6 +31,7 @@ from kvferry.offload.planner import Planner
 from kvferry.offload.ranks import RankPart
 from kvferry.offload.recovery import recover
 from kvferry.offload.store_jobs import StoreJobs
+from kvferry.offload.trial import Trial
 from kvferry.pages.base import PageStore, StoreFacts
 from kvferry.pages.facts import Asked
 from kvferry.pages.open import open_url as open_pages
@@ -212,8 +213,17 @@ def open_jobs(
     reads_max = (config.read_threads or read_threads()) + READS_IN_LINE
     loads = LoadJobs(backends.pages, staging, clock, metrics, reads_max)
     stores = StoreJobs(backends.pages, staging, clock, metrics)
+    trial = Trial(backends.pages, staging, backends.runner, clock, parts)
     mover = Mover(
-        config, clock, metrics, backends.catalog, backends.pages, backends.runner, loads, stores
+        config,
+        clock,
+        metrics,
+        backends.catalog,
+        backends.pages,
+        backends.runner,
+        loads,
+        stores,
+        trial,
     )
     identity = Identity(
         rank,

@@ -1,7 +1,8 @@
 """Which loads pay: measured speed of loads against measured speed of prefill, in tokens.
 
 Both are exponential averages over what this engine has seen; until both are known every load is
-taken, which is how they become known. One thread: the scheduler's.
+taken. Loads and trials of the store (see `trial`) say how fast it is; while no load pays, only trials
+do. One thread: the scheduler's.
 """
 
 WEIGHT = 0.25
@@ -10,8 +11,8 @@ WEIGHT = 0.25
 PREFILL_TOKENS_MIN = 256
 """A step with fewer tokens says little about the speed of prefill."""
 
-PROBE_EVERY = 16
-"""One in so many declined loads is taken after all: a store may have become faster."""
+TRIAL_EVERY_S = 10.0
+"""Between trials of a store that is not known, or is too slow: it may have become faster."""
 
 
 class CostModel:
@@ -21,7 +22,8 @@ class CostModel:
         self._is_enabled = is_enabled
         self.load_tokens_per_s = 0.0
         self.prefill_tokens_per_s = 0.0
-        self._declined_count = 0
+        self._has_declined = False
+        self._next_trial_s = 0.0
 
     def saw_load(self, tokens: int, duration_s: float) -> None:
         if tokens and duration_s > 0:
@@ -38,8 +40,18 @@ class CostModel:
             return True
         if self.load_tokens_per_s > self.prefill_tokens_per_s:
             return True
-        self._declined_count += 1
-        return self._declined_count % PROBE_EVERY == 0
+        self._has_declined = True
+        return False
+
+    def wants_trial(self, now_s: float) -> bool:
+        """Whether the store's speed is to be tried now. Asked at each step."""
+        if now_s < self._next_trial_s or not self._is_enabled:
+            return False
+        if self.load_tokens_per_s and not self._has_declined:
+            return False
+        self._has_declined = False
+        self._next_trial_s = now_s + TRIAL_EVERY_S
+        return True
 
 
 def _blend(old: float, new: float) -> float:

@@ -77,7 +77,9 @@ class Jobs:
         if self._mover.has_failed:
             self._loads.void_all()
         self._next_stores = plan.stores
-        if plan.loads or plan.late_stores:
+        if plan.tries_store:
+            self._mover.trial.ask()
+        if plan.loads or plan.late_stores or plan.tries_store:
             self._mover.wake()
 
     def after_forward(self, is_empty_step: bool) -> None:
@@ -112,11 +114,12 @@ class Jobs:
         used_bytes = self._staging.taken_count * self._staging.slot_bytes
         self._metrics.set("kvferry_staging_used_bytes", used_bytes)
         identities = (self._identity,) if self._identity else ()
-        if not (identities or self._failed_keys or self._loaded_tokens):
+        tried_tokens, tried_s = self._mover.trial.take()
+        loaded_tokens = self._loaded_tokens + tried_tokens
+        if not (identities or self._failed_keys or loaded_tokens):
             return None
-        report = Report(
-            identities, tuple(self._failed_keys), self._loaded_tokens, self._loads.take_busy_s()
-        )
+        loading_s = self._loads.take_busy_s() + tried_s
+        report = Report(identities, tuple(self._failed_keys), loaded_tokens, loading_s)
         self._identity, self._failed_keys, self._loaded_tokens = None, [], 0
         return report
 

@@ -17,6 +17,7 @@ from kvferry.config import Config
 from kvferry.metrics import Metrics
 from kvferry.offload.load_jobs import LoadJobs
 from kvferry.offload.store_jobs import StoreJob, StoreJobs, commit_of
+from kvferry.offload.trial import Trial
 from kvferry.pages.base import PageStore
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class Mover:
         runner: Runner,
         loads: LoadJobs,
         stores: StoreJobs,
+        trial: Trial,
     ):
         self._config = config
         self._clock = clock
@@ -50,6 +52,7 @@ class Mover:
         self._runner = runner
         self._loads = loads
         self._stores = stores
+        self.trial = trial
         self._commits: list[tuple[Ticket, list[StoreJob]]] = []
         self._wake = threading.Event()
         self._must_stop = False
@@ -68,6 +71,7 @@ class Mover:
     def pending_count(self) -> int:
         """Loads, reads and stores that have not ended, commits included. Any thread."""
         under_way = self._loads.pending_count + self._stores.pending_count
+        under_way += self.trial.pending_count
         return under_way + sum(len(jobs) for _, jobs in self._commits)
 
     def wake(self) -> None:
@@ -86,8 +90,9 @@ class Mover:
         moved = self.take_copies()
         moved = self._loads.advance() or moved
         moved = self._stores.advance() or moved
+        self.trial.advance()
         results = self._pages.wait(timeout_s) if timeout_s else self._pages.poll()
-        reads = [result for result in results if not self._stores.written(result)]
+        reads = self.trial.read([each for each in results if not self._stores.written(each)])
         if reads:
             self._loads.read(reads)
         self._commit()

@@ -13,6 +13,7 @@ from kvferry.offload.load_jobs import LoadJobs
 from kvferry.offload.mover import Mover
 from kvferry.offload.ranks import RankPart
 from kvferry.offload.store_jobs import StoreJobs
+from kvferry.offload.trial import Trial
 from kvferry.pages.memory import digest
 from kvferry.testing.clock import Chance
 from kvferry.testing.copier import ReferenceCopier
@@ -94,8 +95,9 @@ class Rank:
         self.pages.register(self.staging.address, self.staging.length_bytes)
         loads = LoadJobs(self.pages, self.staging, clock, metrics, READS_MAX)
         stores = StoreJobs(self.pages, self.staging, clock, metrics)
+        trial = Trial(self.pages, self.staging, self.runner, clock, self._rank_parts)
         self.mover = Mover(
-            config, clock, metrics, self.catalog, self.pages, self.runner, loads, stores
+            config, clock, metrics, self.catalog, self.pages, self.runner, loads, stores, trial
         )
         identity = Identity(
             self.index,
