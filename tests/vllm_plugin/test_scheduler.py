@@ -34,7 +34,9 @@ class Planner:
 
 
 def blocks(*groups):
-    return SimpleNamespace(get_block_ids=lambda: groups)
+    """As vLLM's `KVCacheBlocks`."""
+    as_objects = [[SimpleNamespace(block_id=id_) for id_ in group] for group in groups]
+    return SimpleNamespace(blocks=as_objects, get_block_ids=lambda: groups)
 
 
 def request(request_id="r", tokens=100):
@@ -55,6 +57,7 @@ def output(new=(), cached=(), resumed=(), copies=(), preempted=(), state=None):
             resumed_req_ids=set(resumed),
         ),
         num_scheduled_tokens=counts,
+        total_num_scheduled_tokens=sum(counts.values()),
         kv_cache_block_copies=[SimpleNamespace(dst_block_id=target) for target in copies],
         preempted_req_ids=set(preempted),
         kv_connector_block_state=state,

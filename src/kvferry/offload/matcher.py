@@ -5,7 +5,7 @@ A lookup is asked for once per request and kept until it was used or is void: af
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from kvferry.catalog.base import Catalog
 from kvferry.catalog.runner import Runner, TicketState
@@ -13,7 +13,7 @@ from kvferry.clock import Clock
 from kvferry.config import Config
 from kvferry.keys import DIGEST_BYTES
 from kvferry.metrics import Metrics
-from kvferry.offload.base import SLOT, Load, Part, Span
+from kvferry.offload.base import SLOT, Load, Part, Span, Tables
 from kvferry.offload.chunks import first_needed_chunk, servable_boundary, span_blocks
 from kvferry.offload.cost import CostModel
 from kvferry.offload.lookup import PIECE_CHUNKS, Hasher, Lookup, PartAnswer
@@ -153,7 +153,7 @@ class Matcher:
             return False
         return True
 
-    def load(self, record: Record, tables: Sequence[Sequence[int]], external_tokens: int) -> Load:
+    def load(self, record: Record, tables: Tables, external_tokens: int) -> Load:
         """The load of `external_tokens` after the request's local ones; uses up the answer."""
         start, end = record.local_tokens, record.local_tokens + external_tokens
         spans = [
@@ -169,7 +169,7 @@ class Matcher:
         self,
         index: int,
         answer: PartAnswer,
-        tables: Sequence[Sequence[int]],
+        tables: Tables,
         start: int,
         end: int,
     ) -> Span:

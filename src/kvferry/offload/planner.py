@@ -24,7 +24,7 @@ from kvferry.config import Config
 from kvferry.errors import IncompatibleError
 from kvferry.metrics import Metrics
 from kvferry.offload.agreement import Agreement
-from kvferry.offload.base import SLOT, Load, Part, Plan, Report, Request, Step, Store
+from kvferry.offload.base import SLOT, Load, Part, Plan, Report, Request, Step, Store, Tables
 from kvferry.offload.cost import PREFILL_TOKENS_MIN, CostModel
 from kvferry.offload.due import Due
 from kvferry.offload.lookup import Hasher
@@ -107,7 +107,7 @@ class Planner:
         self._refill_at_s = 0.0
         self._is_refill_due = False
         self._loads: list[Load] = []
-        self._admitted: dict[str, Sequence[Sequence[int]]] = {}
+        self._admitted: dict[str, Tables] = {}
         self._late_stores: list[Store] = []
         self._must_drop = False
         self._last_prefill: tuple[float, int] | None = None
@@ -134,9 +134,7 @@ class Planner:
         found = self._matcher.match(record, computed_tokens, total_tokens)
         return None if self._refills and self._waits_for_slots(record) else found
 
-    def allocated(
-        self, request_id: str, tables: Sequence[Sequence[int]], external_tokens: int
-    ) -> None:
+    def allocated(self, request_id: str, tables: Tables, external_tokens: int) -> None:
         """The engine admitted the request, with `external_tokens` of ours (0: none taken)."""
         record = self._records.get(request_id)
         if record is None:
@@ -149,7 +147,7 @@ class Planner:
     def build(self, step: Step) -> Plan:
         """The plan of this step."""
         now_s = self._clock.now_s()
-        token_count = sum(step.scheduled_tokens.values())
+        token_count = step.token_count
         if self._last_prefill is not None or token_count >= PREFILL_TOKENS_MIN:
             self._measure(token_count, now_s)
         if self._refills:
@@ -174,7 +172,7 @@ class Planner:
         self._watch_pools()
         return stores
 
-    def finished(self, request_id: str, tables: Sequence[Sequence[int]] | None = None) -> None:
+    def finished(self, request_id: str, tables: Tables | None = None) -> None:
         """The request ended, for whatever reason. `tables`: its blocks, if it still has them."""
         record = self._records.pop(request_id, None)
         if record is None:
@@ -189,7 +187,7 @@ class Planner:
         if not self._records:  # what follows is idleness, not prefill
             self._last_prefill = None
 
-    def _store_late(self, record: Record, tables: Sequence[Sequence[int]], end_tokens: int) -> None:
+    def _store_late(self, record: Record, tables: Tables, end_tokens: int) -> None:
         self._matcher.adopt_keys(record)
         now_s = self._clock.now_s()
         if self._refills:  # reserved while its prompt was computed, perhaps in one step
@@ -344,7 +342,7 @@ class Planner:
             self._due.after(record.request_id, record.next_boundary - end)
         return stores
 
-    def _tables(self, record: Record, step: Step) -> Sequence[Sequence[int]]:
+    def _tables(self, record: Record, step: Step) -> Tables:
         return self._admitted.get(record.request_id) or step.tables(record.request_id)
 
     @property
@@ -375,9 +373,7 @@ class Planner:
         self._foresee(record, max(0, token_count - record.next_boundary))
         return stores
 
-    def _note_origin(
-        self, record: Record, computed_tokens: int, tables: Sequence[Sequence[int]]
-    ) -> None:
+    def _note_origin(self, record: Record, computed_tokens: int, tables: Tables) -> None:
         """Of a request that was just admitted. What lies between what the engine had and what it
         computes first, and was not loaded by us, a sibling connector has loaded."""
         is_known = computed_tokens <= max(record.local_tokens, record.loaded_end)

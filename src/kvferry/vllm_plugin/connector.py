@@ -111,6 +111,10 @@ class FerryStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Scheduler
 
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._scheduler.bind(kv_cache_manager)
+
     def on_new_request(self, request: Any) -> None:
         self._scheduler.new_request(request)
 
@@ -126,7 +130,9 @@ class FerryStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.build(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self._scheduler.update(connector_output)
+        metadata = connector_output.kv_connector_worker_meta
+        if metadata is not None:  # rare: most steps end here
+            self._scheduler.update(metadata)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -147,7 +153,8 @@ class FerryStoreConnector(KVConnectorBase_V1, SupportsHMA):
     # Both
 
     def get_kv_connector_stats(self) -> stats.Stats | None:
-        return stats.drain(self._metrics)
+        snapshot = self._metrics.drain()
+        return stats.Stats(data=snapshot) if snapshot else None
 
     def shutdown(self) -> None:
         side = self._scheduler if self.role is KVConnectorRole.SCHEDULER else self._worker

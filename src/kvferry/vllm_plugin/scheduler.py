@@ -3,6 +3,8 @@
 One thread: the scheduler's. Nothing here waits.
 """
 
+from collections.abc import Sequence
+from itertools import repeat
 from typing import Any
 
 from kvferry.offload.base import Plan, Step
@@ -34,6 +36,10 @@ class SchedulerRole:
         self._known_counts: dict[str, list[int]] = {}
         self._new_blocks: set[int] = set()
 
+    def bind(self, block_manager: Any) -> None:
+        """Once, before the first step; vLLM before 0.31 does not."""
+        self._tables.bind(block_manager)
+
     def new_request(self, request: Any) -> None:
         self._planner.on_new_request(EngineRequest(request, self._adapters, self._sharing))
 
@@ -49,15 +55,12 @@ class SchedulerRole:
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
         """A waiting request was admitted, or a loaded one got the rest of its blocks."""
-        request_id, tables = request.request_id, blocks.get_block_ids()
-        known_counts = self._known_counts.get(request_id)
-        if known_counts is None:
-            self._new_blocks.update(*tables)
-        else:
-            for table, known in zip(tables, known_counts, strict=True):
-                self._new_blocks.update(table[known:])
+        request_id = request.request_id
+        tables = self._tables.allocated(request_id, blocks)
+        known_counts = self._known_counts.get(request_id) or repeat(0)
+        for table, known in zip(tables, known_counts, strict=False):
+            self._new_blocks.update(table[known:])
         self._known_counts[request_id] = list(map(len, tables))
-        self._tables.allocated(request_id, tables)
         self._planner.allocated(request_id, tables, external_tokens)
 
     def build(self, output: Any) -> Plan:
@@ -66,14 +69,15 @@ class SchedulerRole:
         cached, new = output.scheduled_cached_reqs, output.scheduled_new_reqs
         request_ids, computed_tokens = cached.req_ids, cached.num_computed_tokens
         if new:
-            request_ids = [*request_ids, *(data.req_id for data in new)]
-            computed_tokens = [*computed_tokens, *(data.num_computed_tokens for data in new)]
+            request_ids = request_ids + [data.req_id for data in new]
+            computed_tokens = computed_tokens + [data.num_computed_tokens for data in new]
         rewritten = rewritten_blocks(output)
         return self._planner.build(
             Step(
                 request_ids=request_ids,
                 computed_tokens=computed_tokens,
                 scheduled_tokens=output.num_scheduled_tokens,
+                token_count=output.total_num_scheduled_tokens,
                 preempted=output.preempted_req_ids or (),
                 new_blocks=self._take_new_blocks(output, rewritten),
                 tables=self._tables.tables,
@@ -81,7 +85,7 @@ class SchedulerRole:
             )
         )
 
-    def _take_new_blocks(self, output: Any, rewritten: list[int]) -> set[int]:
+    def _take_new_blocks(self, output: Any, rewritten: Sequence[int]) -> set[int]:
         """Blocks allocated since the last step. A resumed request's whole table is in the output:
         what is new in it was told when it was admitted."""
         new_blocks, self._new_blocks = self._new_blocks, set()
