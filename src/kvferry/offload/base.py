@@ -230,8 +230,8 @@ class Step(msgspec.Struct, frozen=True):
 
     `request_ids`: who computes, in the order in which the scheduler took them, so that whoever
     shares a block comes after the one who fills it; `computed_tokens`: of each, before the step;
-    `scheduled_tokens`: in the step, `token_count` of them in all. Tokens [0, computed + scheduled) have KV after the forward,
-    but only `Request.tokens` are known and accepted.
+    `scheduled_tokens`: in the step, `token_count` of them in all. Tokens [0, computed + scheduled)
+    have KV after the forward, but only `Request.tokens` are known and accepted.
 
     `new_blocks`: all ids that were allocated newly since the last step, for whatever request and
     reason (also for loads of any connector, and the targets of block copies), and no others: not

@@ -67,7 +67,8 @@ class Matcher:
     def match(self, record: Record, computed_tokens: int, total_tokens: int) -> int | None:
         """Tokens beyond `computed_tokens` that can be loaded; None: ask again in the next step."""
         record.local_tokens, record.loaded_end = computed_tokens, 0
-        if not (record.request.is_cacheable and record.request.is_readable):
+        request = record.request
+        if not (request.is_cacheable and request.is_readable):
             return 0
         if not self._is_answered(record):
             return None
