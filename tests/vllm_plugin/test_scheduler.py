@@ -36,7 +36,9 @@ class Planner:
 def blocks(*groups):
     """As vLLM's `KVCacheBlocks`."""
     as_objects = [[SimpleNamespace(block_id=id_) for id_ in group] for group in groups]
-    return SimpleNamespace(blocks=as_objects, get_block_ids=lambda: groups)
+    return SimpleNamespace(
+        blocks=as_objects, get_block_ids=lambda: tuple(list(group) for group in groups)
+    )
 
 
 def request(request_id="r", tokens=100):
@@ -147,6 +149,21 @@ def test_tables_come_from_the_scheduler_where_it_hands_them_over(monkeypatch):
     role(planner).build(output(new=[("r", 0, 64)], state=state))
 
     assert planner.steps[0].tables("r") == ([1, 2],)
+
+
+def test_tables_are_read_in_the_block_manager_where_the_scheduler_gives_it(monkeypatch):
+    monkeypatch.setattr(versions, "reports_failed_loads", lambda: True)
+    planner = Planner()
+    side = role(planner)
+    tables = {"r": blocks([1, 2, 3], [4, 0, 6])}
+    side.bind(SimpleNamespace(get_blocks=tables.__getitem__))
+    side.build(output(new=[("r", 0, 64)], state=None))
+    first, second = planner.steps[0].tables("r")
+
+    assert (len(first), first[1:3], second[:9]) == (3, [2, 3], [4, 0, 6])
+
+    tables["r"] = blocks([1, 2, 3, 7], [4, 0, 6, 8])
+    assert planner.steps[0].tables("r")[0][3:] == [7]
 
 
 @pytest.fixture

@@ -115,8 +115,8 @@ class Matcher:
             if record.answer is None:
                 record.answer, record.answer_version = record.ticket.value, 0
                 record.answered_s = now_s
-                self._trusted(record)
                 if record.chains:
+                    self._trusted(record)
                     self.adopt_keys(record)
         elif record.asked_count < ASKS_MAX:
             late = state is TicketState.LATE

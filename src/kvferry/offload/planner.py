@@ -105,7 +105,7 @@ class Planner:
         record = self._records.get(request_id)
         if record is None:
             return 0
-        if record.has_begun or not record.is_storable:
+        if record.computed_tokens or record.loaded_end or not record.is_storable:
             self._evacuate(record)
         found = self._matcher.match(record, computed_tokens, total_tokens)
         return None if self._supply.refills and self._waits_for_slots(record) else found

@@ -4,7 +4,6 @@ One thread: the scheduler's. Nothing here waits.
 """
 
 from collections.abc import Sequence
-from itertools import repeat
 from typing import Any
 
 from kvferry.offload.base import Plan, Step
@@ -55,12 +54,15 @@ class SchedulerRole:
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
         """A waiting request was admitted, or a loaded one got the rest of its blocks."""
-        request_id = request.request_id
-        tables = self._tables.allocated(request_id, blocks)
-        known_counts = self._known_counts.get(request_id) or repeat(0)
-        for table, known in zip(tables, known_counts, strict=False):
-            self._new_blocks.update(table[known:])
+        request_id, tables = request.request_id, blocks.get_block_ids()
+        known_counts = self._known_counts.get(request_id)
+        if known_counts is None:
+            self._new_blocks.update(*tables)
+        else:
+            for table, known in zip(tables, known_counts, strict=True):
+                self._new_blocks.update(table[known:])
         self._known_counts[request_id] = list(map(len, tables))
+        self._tables.allocated(request_id, tables)
         self._planner.allocated(request_id, tables, external_tokens)
 
     def build(self, output: Any) -> Plan:

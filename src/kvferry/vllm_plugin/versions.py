@@ -142,12 +142,10 @@ class TableSource:
                 for known, added in zip(table, blocks, strict=True):
                     known.extend(added)
 
-    def allocated(self, request_id: str, blocks: Any) -> Tables:
-        """The tables of a request that was just given `blocks`, all that it has."""
-        if not self._must_follow:
-            return [BlockTable(group) for group in blocks.blocks]
-        tables = self._followed[request_id] = blocks.get_block_ids()
-        return tables
+    def allocated(self, request_id: str, tables: BlockTables) -> None:
+        """The tables of a request that was just given blocks: they are ours from now on."""
+        if self._must_follow:
+            self._followed[request_id] = tables
 
     def tables(self, request_id: str) -> Tables:
         """As of the step that began; only for requests that are scheduled in it."""
