@@ -5,8 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvferry.config import decode
+from kvferry.offload.base import Identity, Report
 from kvferry.vllm_plugin import versions
+from kvferry.vllm_plugin.connector import described
+from kvferry.vllm_plugin.messages import WorkerMetadata, encode
 from kvferry.vllm_plugin.scheduler import SchedulerRole
+from tests.offload.parts import make_part
 
 TOKENS = [32]
 
@@ -30,6 +35,9 @@ class Planner:
         self.steps.append(step)
 
     def finished(self, request_id, tables):
+        pass
+
+    def receive(self, report):
         pass
 
 
@@ -164,6 +172,23 @@ def test_tables_are_read_in_the_block_manager_where_the_scheduler_gives_it(monke
 
     tables["r"] = blocks([1, 2, 3, 7], [4, 0, 6, 8])
     assert planner.steps[0].tables("r")[0][3:] == [7]
+
+
+def test_the_log_says_where_pages_are_and_under_which_name():
+    """Without a line in its log nobody knows whether an engine uses the store at all."""
+    lines = []
+    config = decode({"pages": "posix:///var/kv", "capacity_bytes": "1GiB"})
+    identities = [Identity(rank, 2, 0, b"\xab" * 16, (make_part(),)) for rank in (0, 1)]
+    side = SchedulerRole(
+        Planner(), None, TOKENS, announce=lambda who: lines.append(described(config, who))
+    )
+    for identity in identities:
+        side.receive(WorkerMetadata((encode(Report((identity,))),)))
+        side.receive(WorkerMetadata((encode(Report()),)))
+
+    (line,) = lines
+    for word in ("posix:///var/kv", "ab" * 16, str(1 << 30), make_part().namespace.hex()[:12]):
+        assert word in line
 
 
 @pytest.fixture

@@ -3,10 +3,10 @@
 One thread: the scheduler's. Nothing here waits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvferry.offload.base import Plan, Step
+from kvferry.offload.base import Identity, Plan, Step
 from kvferry.offload.planner import Planner
 from kvferry.vllm_plugin.messages import WorkerMetadata
 from kvferry.vllm_plugin.request import Adapters, EngineRequest
@@ -26,10 +26,13 @@ class SchedulerRole:
         adapters: Adapters,
         group_block_tokens: list[int],
         sharing: Sharing = EVERYTHING,
+        announce: Callable[[Identity], None] = lambda identity: None,
     ):
+        """`announce`: told who the first rank is, as soon as it has said so."""
         self._planner = planner
         self._adapters = adapters
         self._sharing = sharing
+        self._announce = announce
         self._group_block_tokens = group_block_tokens
         self._tables = TableSource()
         self._known_counts: dict[str, list[int]] = {}
@@ -105,6 +108,9 @@ class SchedulerRole:
     def receive(self, metadata: WorkerMetadata) -> None:
         for report in metadata.decode():
             self._planner.receive(report)
+            for identity in report.identities:
+                if identity.rank == 0:
+                    self._announce(identity)
 
     def finished(self, request: Any, tables: tuple[list[int], ...]) -> None:
         """Called before the blocks are freed; also for requests that never ran."""
