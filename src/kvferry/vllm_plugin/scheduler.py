@@ -39,7 +39,7 @@ class SchedulerRole:
         self._new_blocks: set[int] = set()
 
     def bind(self, block_manager: Any) -> None:
-        """Once, before the first step; vLLM before 0.31 does not."""
+        """Before the first step, where vLLM hands its block manager over."""
         self._tables.bind(block_manager)
 
     def new_request(self, request: Any) -> None:

@@ -129,7 +129,7 @@ class TableSource:
 
     def bind(self, block_manager: Any) -> None:
         """Of the scheduler that made us; called before the first step, if at all."""
-        self._blocks_of = block_manager.get_blocks
+        self._blocks_of = getattr(block_manager, "get_blocks", None)
 
     def begin_step(self, scheduler_output: Any) -> None:
         if not self._must_follow:
