@@ -28,8 +28,7 @@ class Clock(Protocol):
 class SystemClock:
     """The machine's own."""
 
-    def now_s(self) -> float:
-        return time.monotonic()
+    now_s = staticmethod(time.monotonic)  # one call less, in the hottest places
 
     def wall_s(self) -> float:
         return time.time()

@@ -150,6 +150,29 @@ def test_status_without_a_catalog_says_so(filled, capsys):
     assert "no catalog" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        ("org/model", "org/model"),
+        ({"commit": "c" * 40, "name": "org/model"}, "org/model"),
+        ({"folder": "ab" * 32}, "folder abababababab"),
+        ({"dummy": {"layers": 2}, "seed": 0}, "dummy"),
+    ],
+)
+def test_status_names_the_model_for_people(model, text):
+    assert status._model(json.dumps({"model": model})) == text
+
+
+def test_what_a_smaller_store_has_too_much_is_told_with_the_cure(filled, capsys):
+    facts = filled.facts
+    filled.catalog.open(facts.store_id, facts.segment_bytes // 2, facts.segment_bytes)
+    report = check.examine(filled.opened(), fix=False)
+    check._print(report)
+
+    assert report.excess_bytes == facts.segment_bytes - facts.segment_bytes // 2
+    assert "the next engine that starts" in capsys.readouterr().out
+
+
 def test_status_shows_the_model(filled, capsys):
     status._print(status.examine(filled.opened()))
     assert "org/model" in capsys.readouterr().out

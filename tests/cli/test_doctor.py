@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvferry.cli import engine_checks, machine_checks, mounts, store_checks
+from kvferry.cli import doctor, engine_checks, machine_checks, mounts, store_checks
 from kvferry.cli.finding import State
 from kvferry.cli.main import app
 from kvferry.config import decode
@@ -171,6 +171,22 @@ def test_the_deepest_and_last_mount_counts():
     assert mounts.mount_of(Path("/mnt/a b/c"), found).kind == "nfs4"
     assert mounts.mount_of(Path("/mnt/c"), found).kind == "xfs"
     assert mounts.mount_of(Path("/home"), found).kind == "ext4"
+
+
+def test_the_capacity_of_the_json_counts_when_the_folder_is_named_too(tmp_path):
+    extra = {"pages": f"posix://{tmp_path}/", "capacity_bytes": "900PiB"}
+    transfer = json.dumps({**GOOD, "kv_connector_extra_config": extra})
+    found = states(doctor.examine(str(tmp_path), transfer))
+    assert found["free space"] is State.WARNING
+    assert "pages" not in found
+
+
+def test_a_folder_that_is_not_the_one_of_the_json_is_pointed_out(tmp_path):
+    extra = {"pages": f"posix://{tmp_path}/engines", "capacity_bytes": "1MiB"}
+    transfer = json.dumps({**GOOD, "kv_connector_extra_config": extra})
+    findings = list(doctor.examine(f"{tmp_path}/mine", transfer))
+    assert states(findings)["pages"] is State.WARNING
+    assert any("engines" in found.detail for found in findings if found.check == "store")
 
 
 def test_exit_codes_and_json():

@@ -1,5 +1,7 @@
 """Looking at a store must neither make one nor disturb the engines that use it."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ pytest.importorskip("kvferry._native", reason="posix pages need the native exten
 from kvferry.catalog.lmdb import LmdbCatalog
 from kvferry.cli import check, status
 from kvferry.cli.finding import State
-from kvferry.cli.opened import open_store
+from kvferry.cli.opened import existing_root, open_store
 from kvferry.cli.options import store_config
 from kvferry.cli.resize import resize
 from kvferry.cli.store_checks import check_store
@@ -98,6 +100,25 @@ def test_the_catalog_of_another_store_is_refused_and_stays_whole(root, catalog, 
 def test_resize_changes_the_store(root):
     resize(str(root), "32MiB")
     assert read_superblock(root).capacity_bytes == 32 << 20
+
+
+def test_a_capacity_that_the_disk_has_not_is_pointed_out(root, capsys):
+    resize(str(root), "32MiB")
+    assert "free space" not in capsys.readouterr().err
+    resize(str(root), "900PiB")
+    assert "free space" in capsys.readouterr().err
+
+
+def test_a_store_that_cannot_be_opened_comes_with_advice(tmp_path, monkeypatch):
+    with pytest.raises(UnavailableError, match="an engine makes it"):
+        existing_root(store_config(str(tmp_path)))
+
+    def refuse(root):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr("kvferry.cli.opened.read_superblock", refuse)
+    with pytest.raises(UnavailableError, match="give user"):
+        existing_root(store_config(str(tmp_path)))
 
 
 class Meanwhile(ManualClock):

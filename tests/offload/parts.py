@@ -119,6 +119,7 @@ class Bench:
                 request_ids=list(scheduled),
                 computed_tokens=[computed for computed, _ in scheduled.values()],
                 scheduled_tokens={name: count for name, (_, count) in scheduled.items()},
+                token_count=sum(count for _, count in scheduled.values()),
                 preempted=preempted,
                 new_blocks=new_blocks,
                 tables=self.tables.__getitem__,

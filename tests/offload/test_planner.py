@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvferry.catalog.base import Commit
-from kvferry.offload import due
+from kvferry.offload import due, planner
 from kvferry.offload.base import Report
 from kvferry.offload.room import space_of, unpack
 from tests.offload.parts import CONFIG, Bench, PlainRequest, make_part
@@ -129,8 +129,21 @@ def decode(bench: Bench, request: PlainRequest, first: int, end: int) -> list[li
     return plans
 
 
-def test_where_many_decode_their_chunks_are_stored_a_few_steps_later_at_most(bench, monkeypatch):
+def begin_of_many(bench: Bench, monkeypatch, together_tokens: int) -> None:
     monkeypatch.setattr(due, "MANY_REQUESTS", 1)
+    monkeypatch.setattr(planner, "TOGETHER_TOKENS", together_tokens)
+    bench.agree()
+
+
+@pytest.fixture
+def alone():
+    """A bench whose ranks have not agreed yet."""
+    return Bench()
+
+
+def test_where_many_decode_their_chunks_are_stored_a_few_steps_later_at_most(alone, monkeypatch):
+    bench = alone
+    begin_of_many(bench, monkeypatch, 8)
     request = bench.begin("a", TOKENS)
     request.tokens = TOKENS[:9]
     plans = [stored(bench.admit("a", 0, 9)), *decode(bench, request, 9, 28)]
@@ -139,8 +152,20 @@ def test_where_many_decode_their_chunks_are_stored_a_few_steps_later_at_most(ben
         assert complete_in <= planned_in < complete_in + due.TOGETHER_STEPS
 
 
-def test_what_is_not_planned_yet_when_one_of_many_ends_is_stored(bench, monkeypatch):
-    monkeypatch.setattr(due, "MANY_REQUESTS", 1)
+def test_where_many_decode_short_chunks_are_stored_together(alone, monkeypatch):
+    """None is left out, and none waits longer than that."""
+    begin_of_many(alone, monkeypatch, 16)
+    request = alone.begin("a", TOKENS)
+    request.tokens = TOKENS[:9]
+    plans = [stored(alone.admit("a", 0, 9)), *decode(alone, request, 9, 28)]
+
+    assert [plan for plan in plans if plan] == [[0], [1, 2]]
+    assert 15 <= plans.index([1, 2]) < 15 + due.TOGETHER_STEPS
+
+
+def test_what_is_not_planned_yet_when_one_of_many_ends_is_stored(alone, monkeypatch):
+    bench = alone
+    begin_of_many(bench, monkeypatch, 16)
     for end in range(17, 28):  # planned or not: nothing is lost, nothing stored twice
         name = f"request {end}"
         request = bench.begin(name, [end, *TOKENS[1:]])

@@ -134,14 +134,14 @@ def test_a_scheduler_side_that_stands_aside_finds_nothing():
 
 def test_the_scheduler_side_follows_a_worker_that_stands_aside():
     side = SchedulerSide(SchedulerRole(), Metrics())
-    side.update(SimpleNamespace(kv_connector_worker_meta=WorkerMetadata((), is_aside=True)))
+    side.update(WorkerMetadata((), is_aside=True))
 
     assert side.match(request(), 0) == (0, False)
 
 
 def test_a_siblings_metadata_is_ignored():
     side = SchedulerSide(SchedulerRole(), Metrics())
-    side.update(SimpleNamespace(kv_connector_worker_meta=object()))
+    side.update(object())
 
     assert side.match(request(), 0) == (64, True)
 

@@ -5,8 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvferry.config import decode
+from kvferry.offload.base import Identity, Report
 from kvferry.vllm_plugin import versions
+from kvferry.vllm_plugin.connector import described
+from kvferry.vllm_plugin.messages import WorkerMetadata, encode
 from kvferry.vllm_plugin.scheduler import SchedulerRole
+from tests.offload.parts import make_part
 
 TOKENS = [32]
 
@@ -32,9 +37,16 @@ class Planner:
     def finished(self, request_id, tables):
         pass
 
+    def receive(self, report):
+        pass
+
 
 def blocks(*groups):
-    return SimpleNamespace(get_block_ids=lambda: groups)
+    """As vLLM's `KVCacheBlocks`."""
+    as_objects = [[SimpleNamespace(block_id=id_) for id_ in group] for group in groups]
+    return SimpleNamespace(
+        blocks=as_objects, get_block_ids=lambda: tuple(list(group) for group in groups)
+    )
 
 
 def request(request_id="r", tokens=100):
@@ -55,6 +67,7 @@ def output(new=(), cached=(), resumed=(), copies=(), preempted=(), state=None):
             resumed_req_ids=set(resumed),
         ),
         num_scheduled_tokens=counts,
+        total_num_scheduled_tokens=sum(counts.values()),
         kv_cache_block_copies=[SimpleNamespace(dst_block_id=target) for target in copies],
         preempted_req_ids=set(preempted),
         kv_connector_block_state=state,
@@ -144,6 +157,38 @@ def test_tables_come_from_the_scheduler_where_it_hands_them_over(monkeypatch):
     role(planner).build(output(new=[("r", 0, 64)], state=state))
 
     assert planner.steps[0].tables("r") == ([1, 2],)
+
+
+def test_tables_are_read_in_the_block_manager_where_the_scheduler_gives_it(monkeypatch):
+    monkeypatch.setattr(versions, "reports_failed_loads", lambda: True)
+    planner = Planner()
+    side = role(planner)
+    tables = {"r": blocks([1, 2, 3], [4, 0, 6])}
+    side.bind(SimpleNamespace(get_blocks=tables.__getitem__))
+    side.build(output(new=[("r", 0, 64)], state=None))
+    first, second = planner.steps[0].tables("r")
+
+    assert (len(first), first[1:3], second[:9]) == (3, [2, 3], [4, 0, 6])
+
+    tables["r"] = blocks([1, 2, 3, 7], [4, 0, 6, 8])
+    assert planner.steps[0].tables("r")[0][3:] == [7]
+
+
+def test_the_log_says_where_pages_are_and_under_which_name():
+    """Without a line in its log nobody knows whether an engine uses the store at all."""
+    lines = []
+    config = decode({"pages": "posix:///var/kv", "capacity_bytes": "1GiB"})
+    identities = [Identity(rank, 2, 0, b"\xab" * 16, (make_part(),)) for rank in (0, 1)]
+    side = SchedulerRole(
+        Planner(), None, TOKENS, announce=lambda who: lines.append(described(config, who))
+    )
+    for identity in identities:
+        side.receive(WorkerMetadata((encode(Report((identity,))),)))
+        side.receive(WorkerMetadata((encode(Report()),)))
+
+    (line,) = lines
+    for word in ("posix:///var/kv", "ab" * 16, str(1 << 30), make_part().namespace.hex()[:12]):
+        assert word in line
 
 
 @pytest.fixture

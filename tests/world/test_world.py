@@ -103,6 +103,7 @@ def happened() -> Counter:
 def test_all_five_checkers_are_content(happened, first, monkeypatch):
     if first // SEEDS_EACH % 2:  # else only an engine with many more requests would do so
         monkeypatch.setattr(due, "MANY_REQUESTS", 1)
+        monkeypatch.setattr(planner, "TOGETHER_TOKENS", 64)
     happened.update(run(range(first, first + SEEDS_EACH)))
 
 

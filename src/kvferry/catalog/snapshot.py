@@ -71,9 +71,14 @@ def check_invariants(snapshot: Snapshot) -> list[str]:
     return [*_budget(snapshot), *_slots(snapshot), *_pages(snapshot)]
 
 
+def excess_bytes(snapshot: Snapshot) -> int:
+    """What the segments take beyond the capacity."""
+    return max(0, len(snapshot.segments) * snapshot.segment_bytes - snapshot.capacity_bytes)
+
+
 def _budget(snapshot: Snapshot) -> Iterator[str]:
-    taken_bytes = len(snapshot.segments) * snapshot.segment_bytes
-    if taken_bytes > snapshot.capacity_bytes:
+    if excess_bytes(snapshot):
+        taken_bytes = len(snapshot.segments) * snapshot.segment_bytes
         yield f"segments take {taken_bytes} bytes of {snapshot.capacity_bytes}"
     for number, segment in snapshot.segments.items():
         if segment.namespace not in snapshot.namespaces:

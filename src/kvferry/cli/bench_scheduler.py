@@ -99,6 +99,7 @@ class Driver:
             request_ids=list(tokens),
             computed_tokens=computed_tokens,
             scheduled_tokens=tokens,
+            token_count=sum(tokens.values()),
             preempted=frozenset(),
             new_blocks=frozenset(new_blocks),
             tables=lambda request_id: [tables[request_id]],

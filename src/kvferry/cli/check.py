@@ -8,7 +8,7 @@ import msgspec
 import typer
 
 from kvferry.catalog.base import Catalog
-from kvferry.catalog.snapshot import check_invariants
+from kvferry.catalog.snapshot import check_invariants, excess_bytes
 from kvferry.cli import options, output, verification
 from kvferry.cli.opened import OpenedStore, open_store
 from kvferry.cli.verification import Verdict
@@ -27,13 +27,15 @@ class BadPage(msgspec.Struct, frozen=True):
 
 
 class CheckReport(msgspec.Struct, frozen=True):
-    """What `check` found. `contradictions`: what the catalog says that cannot all be true."""
+    """What `check` found. `contradictions`: what the catalog says that cannot all be true.
+    `excess_bytes`: what the segments take beyond the capacity, as after a `resize`."""
 
     checked_count: int
     bad: list[BadPage]
     dropped_count: int
     contradictions: list[str]
     has_catalog: bool
+    excess_bytes: int = 0
 
     @property
     def is_clean(self) -> bool:
@@ -62,6 +64,7 @@ def check(
 def examine(store: OpenedStore, *, fix: bool) -> CheckReport:
     """Verifies what the catalog promises; without a catalog, what the store itself holds."""
     contradictions: list[str] = []
+    excess = 0
     if store.catalog is None:
         promises = list(verification.found(store.pages))
     else:
@@ -70,6 +73,7 @@ def examine(store: OpenedStore, *, fix: bool) -> CheckReport:
         except CorruptError as error:
             return CheckReport(0, [], 0, [str(error)], has_catalog=True)
         contradictions = check_invariants(snapshot)
+        excess = excess_bytes(snapshot)
         promises = verification.promised(snapshot, store.pages.segments())
     bad = _still_promised(store, _bad(store, promises))
     dropped_count = drop(store.catalog, bad) if fix and store.catalog is not None else 0
@@ -79,6 +83,7 @@ def examine(store: OpenedStore, *, fix: bool) -> CheckReport:
         dropped_count,
         contradictions,
         store.catalog is not None,
+        excess,
     )
 
 
@@ -130,6 +135,11 @@ def _print(report: CheckReport) -> None:
         print(f"  {outcome}: {count}")
     for words in report.contradictions:
         print(f"  catalog: {words}")
+    if report.excess_bytes:
+        print(
+            f"{output.size_text(report.excess_bytes)} too much, as after a resize to less: the next"
+            " engine that starts evicts it"
+        )
     if report.bad and report.dropped_count:
         print(f"{report.dropped_count} dropped from the catalog: they are misses now")
     elif report.bad and report.has_catalog:

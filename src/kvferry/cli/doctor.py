@@ -1,6 +1,7 @@
 """`kvferry doctor`: what would keep an engine from using kvferry here, and what to do about it."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -8,7 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvferry.cli import engine_checks, machine_checks, options, output, store_checks
-from kvferry.cli.finding import Finding, State
+from kvferry.cli.finding import Finding, State, warning
+from kvferry.config import Config, split_url
 from kvferry.errors import ConfigError
 
 _MARKS = {
@@ -46,12 +48,27 @@ def examine(pages: str | None, transfer_config: str | None) -> Iterator[Finding]
     transfer = engine_checks.decode_transfer_config(transfer_config) if transfer_config else None
     if transfer is not None:
         yield from engine_checks.check_transfer_config(transfer)
-    config = options.store_config(pages) if pages else _named_config(transfer)
+    named = _named_config(transfer)
+    config = options.store_config(pages) if pages else named
+    if pages and named is not None and config is not None:
+        if _place(named) != _place(config):
+            yield warning(
+                "pages",
+                f"PAGES is {config.pages}, the JSON names {named.pages}",
+                "engines use the JSON's, so that one is looked at: name the same",
+            )
+        config = named
     if config is not None:
         yield from store_checks.check_store(config)
 
 
-def _named_config(transfer: dict[str, Any] | None) -> Any:
+def _place(config: Config) -> tuple[str, Path]:
+    """Where pages lie, the same however it is written."""
+    scheme, path = split_url(config.pages)
+    return scheme, Path(path).resolve()
+
+
+def _named_config(transfer: dict[str, Any] | None) -> Config | None:
     own = engine_checks.own_config(transfer) if transfer else None
     try:
         return engine_checks.settings(own) if own else None

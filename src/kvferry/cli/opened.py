@@ -1,5 +1,6 @@
 """A store that exists, opened beside the engines that may be using it; never made, never owned."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,9 +35,17 @@ def existing_root(config: Config) -> tuple[Path, Superblock]:
     try:
         superblock = read_superblock(root)
     except OSError as error:
-        raise UnavailableError("cli.store", f"{root}: {error.strerror}") from error
+        raise UnavailableError(
+            "cli.store",
+            f"{root}: {error.strerror}: give user {os.geteuid()} the folder, or run this as the"
+            " user of the engines",
+        ) from error
     if superblock is None:
-        raise UnavailableError("cli.no_store", f"there is no store in {root}")
+        raise UnavailableError(
+            "cli.no_store",
+            f"there is no store in {root}: an engine makes it when it starts; name the folder that"
+            " the engine's setting pages names",
+        )
     return root, superblock
 
 

@@ -1,5 +1,7 @@
 """`kvferry resize`: gives a store another capacity."""
 
+import shutil
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -15,11 +17,12 @@ from kvferry.pages.owner import OWNER_LEASE_S, StoreOwnership
 
 
 class ResizeReport(msgspec.Struct, frozen=True):
-    """What was done."""
+    """What was done. `room_bytes`: what the disk has for the store, free or taken by it."""
 
     store_id: str
     capacity_bytes_before: int
     capacity_bytes: int
+    room_bytes: int
 
 
 def resize(
@@ -42,9 +45,21 @@ def resize(
             f"an engine on {user.host} uses the store: stop it first",
         )
     facts = segments.resize(root, parse_size("capacity", capacity), clock)
-    report = ResizeReport(facts.store_id.hex(), superblock.capacity_bytes, facts.capacity_bytes)
+    report = ResizeReport(
+        facts.store_id.hex(), superblock.capacity_bytes, facts.capacity_bytes, _room_bytes(root)
+    )
+    if report.capacity_bytes > report.room_bytes:
+        output.complain(
+            f"kvferry: the disk has {output.size_text(report.room_bytes)} for the store, that is"
+            " less: free space, or resize again. Stores would stop when it is full"
+        )
     if as_json:
         output.print_json(report)
     else:
         before, after = report.capacity_bytes_before, report.capacity_bytes
         print(f"capacity: {output.size_text(before)} -> {output.size_text(after)}")
+
+
+def _room_bytes(root: Path) -> int:
+    taken_bytes = sum(path.stat().st_blocks * 512 for path in root.rglob("*") if path.is_file())
+    return shutil.disk_usage(root).free + taken_bytes

@@ -1,5 +1,7 @@
 """`kvferry status`: what a store holds, for whom, and how well it serves."""
 
+from typing import Any
+
 import msgspec
 
 from kvferry.catalog.base import CatalogStats, SpaceStats
@@ -135,4 +137,12 @@ def _model(description: str) -> str:
     except msgspec.DecodeError:
         return description[:40]
     model = record.get("model", description) if isinstance(record, dict) else description
+    if isinstance(model, dict):
+        model = model.get("name") or _source(model)
     return str(model)[:40]
+
+
+def _source(model: dict[str, Any]) -> str:
+    """Of a model without a name: what its keys are made from."""
+    kind, content = next(iter(model.items()), ("unknown", ""))
+    return f"{kind} {content[:12]}" if isinstance(content, str) else kind

@@ -215,13 +215,25 @@ class Request(Protocol):
         digest and salt in the first chunk, images where they lie."""
 
 
+class Table(Protocol):
+    """Block ids of one cache group of a request, in the order of its tokens."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> list[int]: ...
+
+
+Tables = Sequence[Table]
+"""By cache group."""
+
+
 class Step(msgspec.Struct, frozen=True):
     """One step as the scheduler decided it.
 
     `request_ids`: who computes, in the order in which the scheduler took them, so that whoever
     shares a block comes after the one who fills it; `computed_tokens`: of each, before the step;
-    `scheduled_tokens`: in the step. Tokens [0, computed + scheduled) have KV after the forward,
-    but only `Request.tokens` are known and accepted.
+    `scheduled_tokens`: in the step, `token_count` of them in all. Tokens [0, computed + scheduled)
+    have KV after the forward, but only `Request.tokens` are known and accepted.
 
     `new_blocks`: all ids that were allocated newly since the last step, for whatever request and
     reason (also for loads of any connector, and the targets of block copies), and no others: not
@@ -232,7 +244,8 @@ class Step(msgspec.Struct, frozen=True):
     request_ids: Sequence[str]
     computed_tokens: Sequence[int]
     scheduled_tokens: Mapping[str, int]
+    token_count: int
     preempted: Collection[str]
     new_blocks: Collection[int]
-    tables: Callable[[str], Sequence[Sequence[int]]]  # request -> block ids by group, now
+    tables: Callable[[str], Tables]  # of a request of the step, now
     rewritten: Collection[int] = ()

@@ -13,7 +13,7 @@ from kvferry.offload.base import SLOT, Part, Request
 from kvferry.offload.chunks import runs_of
 
 ABSENT_SLOT = bytes(SLOT.size)
-PIECE_CHUNKS = 256
+PIECE_CHUNKS = 64
 """Python holds on to the interpreter for no longer than it takes to go through so many chunks; in
 between native code lets go of it, and the engine's thread gets its turn."""
 

@@ -5,7 +5,7 @@ A lookup is asked for once per request and kept until it was used or is void: af
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from kvferry.catalog.base import Catalog
 from kvferry.catalog.runner import Runner, TicketState
@@ -13,7 +13,7 @@ from kvferry.clock import Clock
 from kvferry.config import Config
 from kvferry.keys import DIGEST_BYTES
 from kvferry.metrics import Metrics
-from kvferry.offload.base import SLOT, Load, Part, Span
+from kvferry.offload.base import SLOT, Load, Part, Span, Tables
 from kvferry.offload.chunks import first_needed_chunk, servable_boundary, span_blocks
 from kvferry.offload.cost import CostModel
 from kvferry.offload.lookup import PIECE_CHUNKS, Hasher, Lookup, PartAnswer
@@ -67,7 +67,8 @@ class Matcher:
     def match(self, record: Record, computed_tokens: int, total_tokens: int) -> int | None:
         """Tokens beyond `computed_tokens` that can be loaded; None: ask again in the next step."""
         record.local_tokens, record.loaded_end = computed_tokens, 0
-        if not (record.request.is_cacheable and record.request.is_readable):
+        request = record.request
+        if not (request.is_cacheable and request.is_readable):
             return 0
         if not self._is_answered(record):
             return None
@@ -114,8 +115,8 @@ class Matcher:
             if record.answer is None:
                 record.answer, record.answer_version = record.ticket.value, 0
                 record.answered_s = now_s
-                self._trusted(record)
                 if record.chains:
+                    self._trusted(record)
                     self.adopt_keys(record)
         elif record.asked_count < ASKS_MAX:
             late = state is TicketState.LATE
@@ -153,7 +154,7 @@ class Matcher:
             return False
         return True
 
-    def load(self, record: Record, tables: Sequence[Sequence[int]], external_tokens: int) -> Load:
+    def load(self, record: Record, tables: Tables, external_tokens: int) -> Load:
         """The load of `external_tokens` after the request's local ones; uses up the answer."""
         start, end = record.local_tokens, record.local_tokens + external_tokens
         spans = [
@@ -169,7 +170,7 @@ class Matcher:
         self,
         index: int,
         answer: PartAnswer,
-        tables: Sequence[Sequence[int]],
+        tables: Tables,
         start: int,
         end: int,
     ) -> Span:

@@ -7,9 +7,9 @@ requests together, so all blocks of a request are looked at when it is admitted,
 foreign was ever seen. One thread: the scheduler's.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
-from kvferry.offload.base import Part
+from kvferry.offload.base import Part, Tables
 from kvferry.offload.chunks import NULL_BLOCK
 
 
@@ -38,7 +38,7 @@ class Origins:
         elif blocks:
             self._are_all_ours = False
 
-    def are_ours(self, tables: Sequence[Sequence[int]], end_tokens: int) -> bool:
+    def are_ours(self, tables: Tables, end_tokens: int) -> bool:
         """Whether the blocks of the first `end_tokens` of a request are ours, as far as it has
         them."""
         if self._are_all_ours or not self._parts:
@@ -48,7 +48,7 @@ class Origins:
             for part in self._parts
         )
 
-    def disown(self, tables: Sequence[Sequence[int]], first_token: int, end_tokens: int) -> None:
+    def disown(self, tables: Tables, first_token: int, end_tokens: int) -> None:
         """The blocks of the tokens [first, end) are not ours."""
         self._are_all_ours = False
         for part in self._parts:

@@ -12,19 +12,17 @@ Life of a request:
 One thread: the scheduler's. The catalog and the page store are touched by the runner alone.
 """
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from kvferry.catalog.base import Catalog
-from kvferry.catalog.runner import Runner, Ticket, TicketState
+from kvferry.catalog.runner import Runner
 from kvferry.clock import Clock
 from kvferry.config import Config
 from kvferry.errors import IncompatibleError
 from kvferry.metrics import Metrics
 from kvferry.offload.agreement import Agreement
-from kvferry.offload.base import SLOT, Load, Part, Plan, Report, Request, Step, Store
+from kvferry.offload.base import Load, Plan, Report, Request, Step, Store, Tables
 from kvferry.offload.cost import PREFILL_TOKENS_MIN, CostModel
 from kvferry.offload.due import Due
 from kvferry.offload.lookup import Hasher
@@ -32,30 +30,19 @@ from kvferry.offload.matcher import Matcher
 from kvferry.offload.origin import Origins
 from kvferry.offload.quarantine import Quarantine
 from kvferry.offload.record import Record
-from kvferry.offload.room import Demand, Room
+from kvferry.offload.room import Room
 from kvferry.offload.store_planner import StorePlanner
+from kvferry.offload.supply import Supply
 from kvferry.pages.base import PageStore, StoreFacts
 
 log = logging.getLogger(__name__)
 
-RESERVED_AHEAD_MAX = 4096
 NEVER_TOKENS = 1 << 62
+TOGETHER_TOKENS = 256
+"""Where many decode, so many tokens of a request are stored together, if its chunks are shorter:
+a look at it costs more than what is planned in it."""
 UNHASHED_STEPS = 32
 """Whose lookup was late or failed may never have keys: it is looked at so seldom."""
-IDLE_S = 5.0
-"""An engine that took no step for this long wants no room: what it wanted last is out of date."""
-REFILL_CHECK_S = 0.2
-"""While nothing else says that slots run short, their number is looked at so often."""
-REFILL_PAUSE_S = 0.25
-"""After a reservation that got fewer slots than it asked for."""
-
-
-class Refill(NamedTuple):
-    """A reservation under way."""
-
-    ticket: Ticket
-    count: int
-    sure_until_s: float
 
 
 class Planner:
@@ -79,8 +66,6 @@ class Planner:
         self._config = config
         self._clock = clock
         self._metrics = metrics
-        self._facts = facts
-        self._runner = runner
         self._agreement = Agreement(rank_count, facts.store_id)
         self._cost = CostModel(config.cost_model)
         self._quarantine = Quarantine(clock, config.failed_key_ttl_s)
@@ -88,26 +73,17 @@ class Planner:
             config, clock, metrics, catalog, runner, hasher, self._cost, self._quarantine
         )
         self._stores = StorePlanner(hasher, metrics, self._quarantine, config.store_deadline_s)
+        room = Room(catalog, pages, facts, metrics)
+        self._supply = Supply(config, clock, metrics, facts, runner, room, may_reserve)
         self._origins = Origins()
         self._weights_name = config.weights_id
         self._records: dict[str, Record] = {}
         self._due = Due()
         self._has_window = False
-        self._may_reserve = may_reserve
+        self._held_tokens = 0
         self._closers = list(closers)
-        self._wanted: dict[bytes, int] = {}
-        self._wanted_at_s = 0.0
-        self._room = Room(catalog, pages, facts, metrics)
-        self._demands: list[Demand] = []
-        self._in_sight_tokens = 0
-        self._in_sight_max_tokens = 0
-        self._refill_below: list[float] = []
-        self._refills: dict[int, Refill] = {}
-        self._refill_after_s = 0.0
-        self._refill_at_s = 0.0
-        self._is_refill_due = False
         self._loads: list[Load] = []
-        self._admitted: dict[str, Sequence[Sequence[int]]] = {}
+        self._admitted: dict[str, Tables] = {}
         self._late_stores: list[Store] = []
         self._must_drop = False
         self._last_prefill: tuple[float, int] | None = None
@@ -129,14 +105,12 @@ class Planner:
         record = self._records.get(request_id)
         if record is None:
             return 0
-        if record.has_begun or not record.is_storable:
+        if record.computed_tokens or record.loaded_end or not record.is_storable:
             self._evacuate(record)
         found = self._matcher.match(record, computed_tokens, total_tokens)
-        return None if self._refills and self._waits_for_slots(record) else found
+        return None if self._supply.refills and self._waits_for_slots(record) else found
 
-    def allocated(
-        self, request_id: str, tables: Sequence[Sequence[int]], external_tokens: int
-    ) -> None:
+    def allocated(self, request_id: str, tables: Tables, external_tokens: int) -> None:
         """The engine admitted the request, with `external_tokens` of ours (0: none taken)."""
         record = self._records.get(request_id)
         if record is None:
@@ -149,11 +123,12 @@ class Planner:
     def build(self, step: Step) -> Plan:
         """The plan of this step."""
         now_s = self._clock.now_s()
-        token_count = sum(step.scheduled_tokens.values())
+        token_count = step.token_count
         if self._last_prefill is not None or token_count >= PREFILL_TOKENS_MIN:
             self._measure(token_count, now_s)
-        if self._refills:
-            self._collect_refills(now_s)
+        supply = self._supply
+        if supply.refills and supply.collect(now_s):
+            self._due.release()
         self._origins.allocated(step.new_blocks)
         due = self._due.take(step.scheduled_tokens, token_count)
         stores = self._look_at(due, step, now_s) if due else []
@@ -162,19 +137,19 @@ class Planner:
                 self._evacuate(self._records[request_id])
         if self._admitted:
             self._note_parked(step)
-        if self._is_refill_due or now_s >= self._refill_at_s:
-            self._refill(now_s)
+        if supply.is_due or now_s >= supply.check_at_s:
+            supply.refill(now_s)
         return self._take_plan(step, stores)
 
     def _look_at(self, due: set[str], step: Step, now_s: float) -> list[Store]:
         stores: list[Store] = []
         records = [self._records[name] for name in due if name in self._records]
         for record in in_order(step.request_ids, records):
-            stores += self._look(record, step.computed_tokens[record.place], step, now_s)
-        self._watch_pools()
+            stores += self._look(record, step, now_s)
+        self._supply.watch()
         return stores
 
-    def finished(self, request_id: str, tables: Sequence[Sequence[int]] | None = None) -> None:
+    def finished(self, request_id: str, tables: Tables | None = None) -> None:
         """The request ended, for whatever reason. `tables`: its blocks, if it still has them."""
         record = self._records.pop(request_id, None)
         if record is None:
@@ -189,13 +164,13 @@ class Planner:
         if not self._records:  # what follows is idleness, not prefill
             self._last_prefill = None
 
-    def _store_late(self, record: Record, tables: Sequence[Sequence[int]], end_tokens: int) -> None:
+    def _store_late(self, record: Record, tables: Tables, end_tokens: int) -> None:
         self._matcher.adopt_keys(record)
         now_s = self._clock.now_s()
-        if self._refills:  # reserved while its prompt was computed, perhaps in one step
-            self._collect_refills(now_s)
+        if self._supply.refills and self._supply.collect(now_s):
+            self._due.release()  # reserved while its prompt was computed, perhaps in one step
         self._late_stores += self._stores.plan(record, tables, end_tokens, now_s)
-        self._watch_pools()
+        self._supply.watch()
         self._stores.count_missed(record, end_tokens, now_s)
 
     def receive(self, report: Report) -> None:
@@ -224,7 +199,7 @@ class Planner:
         self._must_drop = True
         self._late_stores = []
         self._origins.forget()
-        self._give_back_pools()
+        self._supply.give_back()
         name, self._weights_name = self._weights_name, None
         self._agreement.rename(name.encode() if name else self._clock.random_bytes(32))
         for record in self._records.values():
@@ -238,7 +213,7 @@ class Planner:
 
     def close(self) -> None:
         """Gives the reserved slots back, as far as the runner still gets to it. Idempotent."""
-        self._give_back_pools()
+        self._supply.give_back()
         self._records.clear()
         closers, self._closers = self._closers, []
         for close in closers:
@@ -246,9 +221,7 @@ class Planner:
 
     def tend(self) -> None:
         """Ends leases and keeps room ahead of need. On the runner's thread, every second."""
-        is_idle = self._clock.now_s() - self._wanted_at_s > IDLE_S
-        if self._may_reserve():
-            self._room.collect([] if is_idle else list(self._wanted.items()))
+        self._supply.tend()
 
     def is_idle(self) -> bool:
         """Nothing is left but the reservation pool."""
@@ -261,38 +234,23 @@ class Planner:
         self._matcher.use(parts)
         self._stores.use(parts)
         self._has_window = any(part.window_tokens is not None for part in parts)
+        self._held_tokens = max(0, TOGETHER_TOKENS - max(part.chunk_tokens for part in parts))
         self._origins.agree(parts)
-        self._refills.clear()
-        self._wanted = {}
-        self._refill_below = [0.0 for _ in parts]
-        slots_in_all = self._facts.capacity_bytes // max(self._slot_bytes(part) for part in parts)
-        count_max = max(2, min(RESERVED_AHEAD_MAX, slots_in_all // (4 * len(parts))))
-        self._demands = [
-            Demand(self._config.reserve_ahead_count, count_max, self._config.grace_s) for _ in parts
-        ]
+        self._supply.use(parts, self._stores.pools)
         for record in self._records.values():
             self._look_soon(record)
             if record.request.is_cacheable:
                 self._begin(record)
 
-    def _slot_bytes(self, part: Part) -> int:
-        return part.geometry.slot_bytes(self._facts.alignment_bytes)
-
     def _begin(self, record: Record) -> None:
         self._matcher.ask(record)
         self._foresee(record, len(record.request.tokens))
-        now_s = self._clock.now_s()
-        for pool in self._stores.pools:
-            pool.discard_before(now_s + self._config.store_deadline_s)
-        if not all(self._stores.pools):
-            self._refill(now_s)
+        self._supply.prepare()
 
     def _foresee(self, record: Record, tokens: int) -> None:
         """Notes how many tokens the request may still store, as far as they are known now."""
-        self._in_sight_tokens += tokens - record.in_sight_tokens
+        self._supply.foresee(tokens - record.in_sight_tokens)
         record.in_sight_tokens = tokens
-        if self._in_sight_tokens > self._in_sight_max_tokens:
-            self._is_refill_due = True
 
     def _waits_for_slots(self, record: Record) -> bool:
         """While slots are being reserved: the first request of an idle engine finds none. They come
@@ -322,8 +280,9 @@ class Planner:
 
     # Steps
 
-    def _look(self, record: Record, computed: int, step: Step, now_s: float) -> list[Store]:
+    def _look(self, record: Record, step: Step, now_s: float) -> list[Store]:
         """At a request that is due."""
+        computed = step.computed_tokens[record.place]
         end = record.computed_tokens = computed + step.scheduled_tokens[record.request_id]
         token_count = len(record.request.tokens)
         record.is_decoding = end >= token_count
@@ -334,17 +293,18 @@ class Planner:
                 self._due.after(record.request_id, 1)  # with those of others, a few steps later
                 return []
         stores: list[Store] = []
-        if end >= record.next_boundary:
+        if min(end, token_count) >= record.next_boundary:
             stores = self._advance(record, computed, token_count, step, now_s)
         if 0 < record.next_boundary <= min(end, token_count):  # no slot was left
             self._due.wait(record.request_id)
         elif record.is_storable and not (record.chains or record.next_boundary):
             self._due.after(record.request_id, UNHASHED_STEPS)
         elif record.next_boundary < NEVER_TOKENS:
-            self._due.after(record.request_id, record.next_boundary - end)
+            held_tokens = self._held_tokens if record.is_decoding and self._may_wait else 0
+            self._due.after(record.request_id, record.next_boundary + held_tokens - end)
         return stores
 
-    def _tables(self, record: Record, step: Step) -> Sequence[Sequence[int]]:
+    def _tables(self, record: Record, step: Step) -> Tables:
         return self._admitted.get(record.request_id) or step.tables(record.request_id)
 
     @property
@@ -368,16 +328,12 @@ class Planner:
             self._matcher.adopt_keys(record)
         if not record.chains:  # not hashed yet, or never: the catalog was away
             return []
-        known_end = min(end, token_count)
-        if known_end < record.next_boundary:
-            return []
-        stores = self._stores.plan(record, tables, known_end, now_s)
-        self._foresee(record, max(0, token_count - record.next_boundary))
+        stores = self._stores.plan(record, tables, min(end, token_count), now_s)
+        if record.in_sight_tokens or token_count > record.next_boundary:
+            self._foresee(record, max(0, token_count - record.next_boundary))
         return stores
 
-    def _note_origin(
-        self, record: Record, computed_tokens: int, tables: Sequence[Sequence[int]]
-    ) -> None:
+    def _note_origin(self, record: Record, computed_tokens: int, tables: Tables) -> None:
         """Of a request that was just admitted. What lies between what the engine had and what it
         computes first, and was not loaded by us, a sibling connector has loaded."""
         is_known = computed_tokens <= max(record.local_tokens, record.loaded_end)
@@ -417,65 +373,6 @@ class Planner:
             started_s, tokens = self._last_prefill
             self._cost.saw_step(tokens, now_s - started_s)
         self._last_prefill = (now_s, token_count) if token_count >= PREFILL_TOKENS_MIN else None
-
-    # Reserved slots
-
-    def _refill(self, now_s: float) -> None:
-        if now_s < self._refill_after_s or not self._may_reserve():
-            return
-        self._is_refill_due = False
-        self._refill_at_s = now_s + REFILL_CHECK_S
-        self._in_sight_max_tokens = NEVER_TOKENS
-        self._wanted_at_s = now_s
-        for index, demand in enumerate(self._demands):
-            pool, part = self._stores.pools[index], self._agreement.parts[index]
-            demand.used(pool.take_used_count(), now_s)
-            wanted = demand.wanted_count(now_s, self._in_sight_tokens // part.chunk_tokens)
-            pool.discard_before(now_s + self._config.store_deadline_s)
-            have = len(pool)
-            self._refill_below[index] = wanted / 2
-            enough_tokens = self._in_sight_tokens + (2 * have - wanted) * part.chunk_tokens
-            self._in_sight_max_tokens = min(self._in_sight_max_tokens, enough_tokens)
-            self._give_back(part, pool.take_discarded())
-            self._wanted[part.namespace] = wanted
-            if index in self._refills or have * 2 > wanted:
-                continue
-            lease_s = self._config.reservation_lease_s
-            work = functools.partial(self._room.reserve, part, wanted - have, lease_s)
-            orphan = functools.partial(self._room.give_back, part.namespace)
-            ticket = self._runner.submit(work, self._config.store_deadline_s, orphan)
-            self._refills[index] = Refill(ticket, wanted - have, now_s + lease_s)
-        pool_count = sum(len(pool) for pool in self._stores.pools)
-        self._metrics.set("kvferry_slots_reserved_ahead", pool_count)
-
-    def _collect_refills(self, now_s: float) -> None:
-        for index, refill in list(self._refills.items()):
-            state = refill.ticket.state(now_s)
-            if state is TicketState.PENDING:
-                continue
-            del self._refills[index]
-            packed = refill.ticket.value if state is TicketState.DONE else b""
-            self._stores.pools[index].add(packed, refill.sure_until_s)
-            self._is_refill_due = True
-            if packed:
-                self._due.release()
-            count = len(packed) // SLOT.size
-            if count < refill.count:  # full, or the catalog is down: not at every step
-                self._refill_after_s = now_s + REFILL_PAUSE_S
-
-    def _give_back_pools(self) -> None:
-        for part, pool in zip(self._agreement.parts, self._stores.pools, strict=True):
-            self._give_back(part, pool.drain())
-
-    def _give_back(self, part: Part, packed: bytes) -> None:
-        if packed:
-            work = functools.partial(self._room.give_back, part.namespace, packed)
-            self._runner.submit(work, self._config.store_deadline_s)
-
-    def _watch_pools(self) -> None:
-        for pool, refill_below in zip(self._stores.pools, self._refill_below, strict=True):
-            if len(pool) < refill_below:
-                self._is_refill_due = True
 
 
 def in_order(request_ids: Sequence[str], records: list[Record]) -> list[Record]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from kvferry.keys import DIGEST_BYTES
 from kvferry.metrics import Metrics
-from kvferry.offload.base import SLOT, Part, Request, Span, Store
+from kvferry.offload.base import SLOT, Part, Request, Span, Store, Tables
 from kvferry.offload.chunks import NULL_BLOCK
 from kvferry.offload.lookup import Hasher, chunk_keys, rows
 from kvferry.offload.quarantine import Quarantine
@@ -56,9 +56,7 @@ class StorePlanner:
             if missed:
                 self._metrics.count("kvferry_store_drops_total", len(missed), reason="no_slot")
 
-    def plan(
-        self, record: Record, tables: Sequence[Sequence[int]], end_tokens: int, now_s: float
-    ) -> list[Store]:
+    def plan(self, record: Record, tables: Tables, end_tokens: int, now_s: float) -> list[Store]:
         """Stores for the chunks of `record` that are complete at `end_tokens`."""
         stores: list[Store] = []
         boundaries = []

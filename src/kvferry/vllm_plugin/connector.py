@@ -14,9 +14,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
+import kvferry
 from kvferry.clock import Clock, SystemClock
 from kvferry.config import Config, decode
 from kvferry.metrics import Metrics
+from kvferry.offload.base import Identity
 from kvferry.offload.build import open_planner
 from kvferry.vllm_plugin import refusals, sharing, stats, versions
 from kvferry.vllm_plugin.facade import SchedulerSide, WorkerSide
@@ -26,6 +28,20 @@ from kvferry.vllm_plugin.scheduler import SchedulerRole
 from kvferry.vllm_plugin.worker import WorkerRole
 
 log = init_logger("vllm.kvferry")
+
+
+def described(config: Config, identity: Identity) -> str:
+    """The line of an engine's log that says where its pages are and how they are named: the
+    namespaces are those that `kvferry status` shows."""
+    parts = ", ".join(
+        f"{part.namespace.hex()[:12]} ({part.chunk_tokens} tokens in a chunk)"
+        for part in identity.parts
+    )
+    capacity = f"{config.capacity_bytes} bytes" if config.capacity_bytes else "the store's own"
+    return (
+        f"kvferry {kvferry.__version__} loads and stores: pages {config.pages}, catalog"
+        f" {config.catalog_url(identity.store_id)}, capacity {capacity}, namespace {parts}"
+    )
 
 
 class FerryStoreConnector(KVConnectorBase_V1, SupportsHMA):
@@ -60,6 +76,7 @@ class FerryStoreConnector(KVConnectorBase_V1, SupportsHMA):
             Adapters(clock.wall_s()),
             [group.kv_cache_spec.block_size for group in groups],
             shared,
+            lambda identity: log.info("%s", described(config, identity)),
         )
         return SchedulerSide(role, self._metrics)
 
@@ -111,6 +128,10 @@ class FerryStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Scheduler
 
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._scheduler.bind(kv_cache_manager)
+
     def on_new_request(self, request: Any) -> None:
         self._scheduler.new_request(request)
 
@@ -126,7 +147,9 @@ class FerryStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.build(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self._scheduler.update(connector_output)
+        metadata = connector_output.kv_connector_worker_meta
+        if metadata is not None:  # rare: most steps end here
+            self._scheduler.update(metadata)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -147,7 +170,8 @@ class FerryStoreConnector(KVConnectorBase_V1, SupportsHMA):
     # Both
 
     def get_kv_connector_stats(self) -> stats.Stats | None:
-        return stats.drain(self._metrics)
+        snapshot = self._metrics.drain()
+        return stats.Stats(data=snapshot) if snapshot else None
 
     def shutdown(self) -> None:
         side = self._scheduler if self.role is KVConnectorRole.SCHEDULER else self._worker

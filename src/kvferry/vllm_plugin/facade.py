@@ -70,6 +70,9 @@ class SchedulerSide:
         self._edge = Edge(metrics, role.close)
         self._unsent: dict[str, Any] = {}  # what was allocated for loads that no plan names yet
 
+    def bind(self, block_manager: Any) -> None:
+        self._edge.call(self._role.bind, block_manager, otherwise=None)
+
     def new_request(self, request: Any) -> None:
         self._edge.call(self._role.new_request, request, otherwise=None)
 
@@ -85,14 +88,11 @@ class SchedulerSide:
     def build(self, output: Any) -> StepMetadata:
         unsent, self._unsent = self._unsent, {}
         plan = self._edge.call(self._build, output, unsent, otherwise=None)
-        return StepMetadata(
-            plan=plan,
-            is_empty=output.total_num_scheduled_tokens == 0,
-            given_up=tuple((name, _flat(blocks)) for name, blocks in unsent.items()),
-        )
+        given_up = [(name, _flat(blocks)) for name, blocks in unsent.items()] if unsent else ()
+        return StepMetadata(plan, output.total_num_scheduled_tokens == 0, tuple(given_up))
 
-    def update(self, output: Any) -> None:
-        metadata = output.kv_connector_worker_meta
+    def update(self, metadata: Any) -> None:
+        """What the workers said, if it is for us."""
         if not isinstance(metadata, WorkerMetadata):
             return
         self._edge.call(self._role.receive, metadata, otherwise=None)

@@ -52,13 +52,11 @@ class EngineRequest:
         self.request_id: str = request.request_id
         self.tokens: Sequence[int] = request.all_token_ids
         self.is_cacheable = _may_be_shared(request, sharing)
+        self.is_readable: bool = not request.skip_reading_prefix_cache
         self._request = request
+        self._is_plain = not request.mm_features and request.prompt_embeds is None
         self._adapters = adapters
         self._adapter: bytes | None = None
-
-    @property
-    def is_readable(self) -> bool:
-        return not self._request.skip_reading_prefix_cache
 
     def name(self) -> bool:
         """Keeps the name that it found: a request is computed with one version of its adapter."""
@@ -69,14 +67,13 @@ class EngineRequest:
         return self.is_cacheable
 
     def extras(self, start_token: int, end_token: int) -> bytes:
-        request = self._request
-        if start_token and not request.mm_features and request.prompt_embeds is None:
+        if start_token and self._is_plain:
             return b""
         extras: list[tuple[str, bytes]] = []
         if start_token == 0:
             extras += self._first_chunk()
         extras += self._media(start_token, end_token)
-        if request.prompt_embeds is not None:
+        if self._request.prompt_embeds is not None:
             extras += self._embeddings(start_token, end_token)
         return encode_extras(extras)
 

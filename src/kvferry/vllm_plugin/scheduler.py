@@ -3,9 +3,10 @@
 One thread: the scheduler's. Nothing here waits.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvferry.offload.base import Plan, Step
+from kvferry.offload.base import Identity, Plan, Step
 from kvferry.offload.planner import Planner
 from kvferry.vllm_plugin.messages import WorkerMetadata
 from kvferry.vllm_plugin.request import Adapters, EngineRequest
@@ -25,14 +26,21 @@ class SchedulerRole:
         adapters: Adapters,
         group_block_tokens: list[int],
         sharing: Sharing = EVERYTHING,
+        announce: Callable[[Identity], None] = lambda identity: None,
     ):
+        """`announce`: told who the first rank is, as soon as it has said so."""
         self._planner = planner
         self._adapters = adapters
         self._sharing = sharing
+        self._announce = announce
         self._group_block_tokens = group_block_tokens
         self._tables = TableSource()
         self._known_counts: dict[str, list[int]] = {}
         self._new_blocks: set[int] = set()
+
+    def bind(self, block_manager: Any) -> None:
+        """Before the first step, where vLLM hands its block manager over."""
+        self._tables.bind(block_manager)
 
     def new_request(self, request: Any) -> None:
         self._planner.on_new_request(EngineRequest(request, self._adapters, self._sharing))
@@ -66,14 +74,15 @@ class SchedulerRole:
         cached, new = output.scheduled_cached_reqs, output.scheduled_new_reqs
         request_ids, computed_tokens = cached.req_ids, cached.num_computed_tokens
         if new:
-            request_ids = [*request_ids, *(data.req_id for data in new)]
-            computed_tokens = [*computed_tokens, *(data.num_computed_tokens for data in new)]
+            request_ids = request_ids + [data.req_id for data in new]
+            computed_tokens = computed_tokens + [data.num_computed_tokens for data in new]
         rewritten = rewritten_blocks(output)
         return self._planner.build(
             Step(
                 request_ids=request_ids,
                 computed_tokens=computed_tokens,
                 scheduled_tokens=output.num_scheduled_tokens,
+                token_count=output.total_num_scheduled_tokens,
                 preempted=output.preempted_req_ids or (),
                 new_blocks=self._take_new_blocks(output, rewritten),
                 tables=self._tables.tables,
@@ -81,7 +90,7 @@ class SchedulerRole:
             )
         )
 
-    def _take_new_blocks(self, output: Any, rewritten: list[int]) -> set[int]:
+    def _take_new_blocks(self, output: Any, rewritten: Sequence[int]) -> set[int]:
         """Blocks allocated since the last step. A resumed request's whole table is in the output:
         what is new in it was told when it was admitted."""
         new_blocks, self._new_blocks = self._new_blocks, set()
@@ -99,6 +108,9 @@ class SchedulerRole:
     def receive(self, metadata: WorkerMetadata) -> None:
         for report in metadata.decode():
             self._planner.receive(report)
+            for identity in report.identities:
+                if identity.rank == 0:
+                    self._announce(identity)
 
     def finished(self, request: Any, tables: tuple[list[int], ...]) -> None:
         """Called before the blocks are freed; also for requests that never ran."""

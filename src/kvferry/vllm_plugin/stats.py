@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from kvferry.metric_table import METRICS, Kind
-from kvferry.metrics import Exporter, Metrics, Snapshot, merge
+from kvferry.metrics import Exporter, Snapshot, merge
 from kvferry.vllm_plugin.versions import SubscriptableStats
 
 PREFIX = "vllm:"
@@ -63,12 +63,6 @@ class PrometheusMetrics(KVConnectorPromMetrics):
 
     def observe(self, transfer_stats_data: Snapshot, engine_idx: int = 0) -> None:
         self._exporter.observe(transfer_stats_data, self.per_engine_labelvalues[engine_idx])
-
-
-def drain(metrics: Metrics) -> Stats | None:
-    """What was counted since the last call; None if nothing."""
-    snapshot = metrics.drain()
-    return Stats(data=snapshot) if snapshot else None
 
 
 def _named(metric_class: Any) -> Any:

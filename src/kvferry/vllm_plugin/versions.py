@@ -14,7 +14,7 @@ Read from the sources of each version; 0.32 is what the tests run on.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import vllm
@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from kvferry.errors import ConfigError
+from kvferry.offload.base import Tables
 
 FIRST = (0, 26)
 LAST = (0, 33)
@@ -86,29 +87,53 @@ def is_transferable(group: Any) -> bool:
     return getattr(group, "enable_kv_transfer", True) and not getattr(group, "host_resident", False)
 
 
-def rewritten_blocks(scheduler_output: Any) -> list[int]:
+def rewritten_blocks(scheduler_output: Any) -> Sequence[int]:
     """New blocks that the step fills by copying others or with zeros. The newer of vLLM's two
     model runners does that before it calls a connector's worker side."""
-    copies = scheduler_output.kv_cache_block_copies or ()
-    zeroed = getattr(scheduler_output, "new_block_ids_to_zero", None) or ()
-    return [*(copy.dst_block_id for copy in copies), *zeroed]
+    copies = scheduler_output.kv_cache_block_copies
+    zeroed = getattr(scheduler_output, "new_block_ids_to_zero", None)
+    if not (copies or zeroed):
+        return ()
+    return [*(copy.dst_block_id for copy in copies or ()), *(zeroed or ())]
+
+
+class BlockTable:
+    """The block table of one cache group of a request, by slices. vLLM keeps an object for each
+    block, and those of old blocks are in no processor cache: only what is asked for is touched."""
+
+    __slots__ = ("_blocks",)
+
+    def __init__(self, blocks: Sequence[Any]):
+        self._blocks = blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __getitem__(self, part: slice) -> list[int]:
+        return [block.block_id for block in self._blocks[part]]
 
 
 class TableSource:
     """Block tables of the requests of a step, by cache group.
 
-    From 0.30 on the scheduler hands them over; before, they are followed here (one cache group
-    only, where tables only grow). One thread: the scheduler's.
+    From 0.30 on the scheduler hands them over, and where it gives us its block manager as well
+    they are read there; before, they are followed here (one cache group only, where tables only
+    grow). One thread: the scheduler's.
     """
 
     def __init__(self) -> None:
         self._followed: dict[str, BlockTables] = {}
         self._state: Any = None
+        self._blocks_of: Callable[[str], Any] | None = None
         self._must_follow = not reports_failed_loads()
 
+    def bind(self, block_manager: Any) -> None:
+        """Of the scheduler that made us; called before the first step, if at all."""
+        self._blocks_of = getattr(block_manager, "get_blocks", None)
+
     def begin_step(self, scheduler_output: Any) -> None:
-        self._state = getattr(scheduler_output, "kv_connector_block_state", None)
         if not self._must_follow:
+            self._state = scheduler_output.kv_connector_block_state
             return
         cached = scheduler_output.scheduled_cached_reqs
         for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
@@ -117,14 +142,17 @@ class TableSource:
                 for known, added in zip(table, blocks, strict=True):
                     known.extend(added)
 
-    def allocated(self, request_id: str, tables: Sequence[Sequence[int]]) -> None:
+    def allocated(self, request_id: str, tables: BlockTables) -> None:
+        """The tables of a request that was just given blocks: they are ours from now on."""
         if self._must_follow:
-            self._followed[request_id] = tuple(list(table) for table in tables)
+            self._followed[request_id] = tables
 
-    def tables(self, request_id: str) -> Sequence[Sequence[int]]:
+    def tables(self, request_id: str) -> Tables:
         """As of the step that began; only for requests that are scheduled in it."""
         if self._must_follow:
             return self._followed[request_id]
+        if self._blocks_of is not None:
+            return [BlockTable(blocks) for blocks in self._blocks_of(request_id).blocks]
         return self._state.get_block_ids(request_id)
 
     def finished(self, request_id: str) -> None:

@@ -165,6 +165,7 @@ class Scheduler:
             request_ids=[item.request.request_id for item in step.items],
             computed_tokens=[item.computed for item in step.items],
             scheduled_tokens={item.request.request_id: item.count for item in step.items},
+            token_count=sum(item.count for item in step.items),
             preempted=frozenset(step.preempted),
             new_blocks=frozenset(step.new_blocks),
             tables=lambda request_id: self.requests[request_id].tables,
