@@ -427,3 +427,8 @@ def test_slots_reserved_while_a_prompt_was_computed_are_in_time_for_its_end(benc
     request.tokens = [7, *TOKENS, 1]
     bench.planner.finished("b", bench.tables["b"])
     assert stored(bench.step()) == [1, 2, 3]
+
+
+def test_a_store_of_unknown_speed_is_tried(bench):
+    plans = [bench.step() for _ in range(2)]
+    assert [plan.tries_store for plan in plans] == [True, False]

@@ -1,8 +1,8 @@
 """Which loads pay: measured speed of loads against measured speed of prefill, in tokens.
 
 Both are exponential averages over what this engine has seen; until both are known every load is
-taken. Loads and trials of the store (see `trial`) say how fast it is; while no load pays, only trials
-do. One thread: the scheduler's.
+taken. Loads and trials of the store (see `trial`) say how fast it is; while no load pays, only
+trials do. One thread: the scheduler's.
 """
 
 WEIGHT = 0.25

@@ -139,7 +139,7 @@ class Planner:
             self._note_parked(step)
         if supply.is_due or now_s >= supply.check_at_s:
             supply.refill(now_s)
-        return self._take_plan(step, stores)
+        return self._take_plan(step, stores, now_s)
 
     def _look_at(self, due: set[str], step: Step, now_s: float) -> list[Store]:
         stores: list[Store] = []
@@ -353,7 +353,7 @@ class Planner:
                     self._origins.disown(tables, local_tokens, NEVER_TOKENS)
         self._admitted = {}
 
-    def _take_plan(self, step: Step, stores: list[Store]) -> Plan:
+    def _take_plan(self, step: Step, stores: list[Store], now_s: float) -> Plan:
         plan = Plan(
             parts=self._agreement.namespaces,
             stores=tuple(stores),
@@ -362,6 +362,7 @@ class Planner:
             overwritten=tuple(step.new_blocks),
             drop_stores=self._must_drop,
             rewritten=tuple(step.rewritten),
+            tries_store=self._cost.wants_trial(now_s),
         )
         self._loads, self._late_stores = [], []
         self._must_drop = False
