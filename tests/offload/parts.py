@@ -6,10 +6,12 @@ from kvferry.config import Config
 from kvferry.keys import chunk_key
 from kvferry.metrics import Metrics
 from kvferry.offload.base import Identity, Part, Plan, Report, Step
+from kvferry.offload.growth import Growth
 from kvferry.offload.planner import Planner
 from kvferry.pages.facts import Asked
 from kvferry.pages.memory import Medium, MemoryPages
 from kvferry.testing.clock import ManualClock
+from kvferry.testing.runner import PromptRunner
 
 CONFIG = Config(pages="memory:", reserve_ahead_count=4)
 
@@ -81,6 +83,7 @@ class Bench:
             pages,
             self.facts,
             self.runner,
+            Growth(self.catalog, pages, PromptRunner(self.clock), self.clock, self.metrics, 0.0),
             hasher,
             1,
         )

@@ -24,6 +24,7 @@ from kvferry.device.staging import Staging
 from kvferry.errors import ConfigError, IncompatibleError
 from kvferry.metrics import Metrics
 from kvferry.offload.base import Identity, LocalPart
+from kvferry.offload.growth import PATIENCE_S, Growth
 from kvferry.offload.jobs import Jobs
 from kvferry.offload.load_jobs import LoadJobs
 from kvferry.offload.mover import Mover
@@ -166,6 +167,8 @@ def open_planner(config: Config, clock: Clock, metrics: Metrics, rank_count: int
     """The scheduler half, open and running. `Planner.close` closes all that was opened here."""
     backends = Backends(config, clock, metrics)
     tenure = _Tenure(config, clock, backends)
+    files = Runner(clock)
+    growth = Growth(backends.catalog, backends.pages, files, clock, metrics, PATIENCE_S)
     planner = Planner(
         config,
         clock,
@@ -174,11 +177,17 @@ def open_planner(config: Config, clock: Clock, metrics: Metrics, rank_count: int
         backends.pages,
         backends.facts,
         backends.runner,
+        growth,
         _native.chain_keys,
         rank_count,
         may_reserve=lambda: tenure.is_held,
-        closers=(lambda: backends.runner.submit(tenure.end, CLOSE_S), backends.close),
+        closers=(
+            lambda: backends.runner.submit(tenure.end, CLOSE_S),
+            lambda: files.close(CLOSE_S),
+            backends.close,
+        ),
     )
+    files.start()
     backends.start(tenure.begin)
     backends.runner.periodic(tenure.beat, OWNER_LEASE_S / 4)
     backends.runner.periodic(planner.tend, TEND_S)

@@ -25,6 +25,7 @@ from kvferry.offload.agreement import Agreement
 from kvferry.offload.base import Load, Plan, Report, Request, Step, Store, Tables
 from kvferry.offload.cost import PREFILL_TOKENS_MIN, CostModel
 from kvferry.offload.due import Due
+from kvferry.offload.growth import Growth
 from kvferry.offload.lookup import Hasher
 from kvferry.offload.matcher import Matcher
 from kvferry.offload.origin import Origins
@@ -58,6 +59,7 @@ class Planner:
         pages: PageStore,
         facts: StoreFacts,
         runner: Runner,
+        growth: Growth,
         hasher: Hasher,
         rank_count: int,
         may_reserve: Callable[[], bool] = lambda: True,
@@ -73,7 +75,7 @@ class Planner:
             config, clock, metrics, catalog, runner, hasher, self._cost, self._quarantine
         )
         self._stores = StorePlanner(hasher, metrics, self._quarantine, config.store_deadline_s)
-        room = Room(catalog, pages, facts, metrics)
+        room = Room(catalog, pages, facts, growth, metrics)
         self._supply = Supply(config, clock, metrics, facts, runner, room, may_reserve)
         self._origins = Origins()
         self._weights_name = config.weights_id

@@ -1,19 +1,20 @@
 """Slots reserved ahead, so that no round trip lies on the path of a store.
 
 `SlotPool` and `Demand` belong to the scheduler thread and only take from what is there. `Room`
-works on the runner thread: it reserves, and where free slots are short adds segments, evicts, and
-deletes what was emptied.
+works on the runner thread: it reserves, and where free slots are short lets the store grow, evicts,
+and deletes what was emptied.
 """
 
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from kvferry.catalog.base import Catalog, Slot, Space
-from kvferry.errors import ExhaustedError
 from kvferry.layout import Address
 from kvferry.metrics import Metrics
 from kvferry.offload.base import SLOT, Part
+from kvferry.offload.growth import Growth
 from kvferry.pages.base import PageStore, StoreFacts, slot_count
 
 SEGMENTS_PER_CALL_MAX = 8
@@ -132,52 +133,53 @@ def space_of(part: Part, facts: StoreFacts) -> Space:
     )
 
 
+class Reserved(NamedTuple):
+    """Slots, packed. `is_growing`: there will be more in a moment."""
+
+    packed: bytes
+    is_growing: bool
+
+
 class Room:
     """Makes slots for parts. Runs on the runner thread."""
 
-    def __init__(self, catalog: Catalog, pages: PageStore, facts: StoreFacts, metrics: Metrics):
+    def __init__(
+        self,
+        catalog: Catalog,
+        pages: PageStore,
+        facts: StoreFacts,
+        growth: Growth,
+        metrics: Metrics,
+    ):
         self._catalog = catalog
         self._pages = pages
+        self._growth = growth
         self._facts = facts
         self._metrics = metrics
 
-    def reserve(self, part: Part, count: int, lease_s: float) -> bytes:
-        """Up to `count` slots, packed; fewer if the store is full: what was evicted for the rest
-        is free after the grace time."""
+    def reserve(self, part: Part, count: int, lease_s: float) -> Reserved:
+        """Up to `count` slots; fewer if the store is full, where what was evicted for the rest is
+        free after the grace time, and while segments are being made."""
         catalog, namespace = self._catalog, part.namespace
         catalog.attach(space_of(part, self._facts))
+        self._growth.settle()
         slots = catalog.reserve(namespace, count, lease_s)
         for _ in range(SEGMENTS_PER_CALL_MAX):
-            if len(slots) >= count or not self._grow(part):
+            if len(slots) >= count or not self._growth.add(part):
                 break
             slots += catalog.reserve(namespace, count - len(slots), lease_s)
-        if len(slots) < count:
+        is_growing = self._growth.is_making(namespace)
+        if len(slots) < count and not is_growing:
             self.collect([(namespace, count - len(slots))])
-        return pack(slots)
+        return Reserved(pack(slots), is_growing)
 
     def give_back(self, namespace: bytes, packed: bytes) -> None:
         """Slots that were reserved and will not be used."""
         self._catalog.abort(namespace, unpack(packed))
 
-    def _grow(self, part: Part) -> bool:
-        """Adds a segment; False if neither the budget nor the disk has room for one."""
-        segment = self._catalog.grow(part.namespace)
-        if segment is None:
-            return False
-        try:
-            self._pages.create_segment(segment, part.namespace, part.geometry)
-        except ExhaustedError:  # the disk is full before the budget is
-            self._metrics.count("kvferry_store_drops_total", reason="no_space")
-            self._catalog.shrunk(segment)
-            return False
-        if not self._catalog.grown(segment):  # took too long: somebody was told to delete it
-            self._pages.delete_segment(segment)
-            return False
-        self._metrics.count("kvferry_segments_created_total")
-        return True
-
     def collect(self, wanted: Sequence[tuple[bytes, int]] = ()) -> None:
         """One sweep, and the deletion of the segments that it emptied."""
+        self._growth.settle()
         swept = self._catalog.sweep(wanted)
         self._metrics.count("kvferry_evictions_total", swept.evicted_count)
         self._metrics.count("kvferry_reservations_expired_total", swept.expired_count)

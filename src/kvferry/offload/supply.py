@@ -12,7 +12,7 @@ from kvferry.clock import Clock
 from kvferry.config import Config
 from kvferry.metrics import Metrics
 from kvferry.offload.base import SLOT, Part
-from kvferry.offload.room import Demand, Room, SlotPool
+from kvferry.offload.room import Demand, Reserved, Room, SlotPool
 from kvferry.pages.base import StoreFacts
 
 RESERVED_AHEAD_MAX = 4096
@@ -22,7 +22,11 @@ IDLE_S = 5.0
 CHECK_S = 0.2
 """While nothing else says that slots run short, their number is looked at so often."""
 PAUSE_S = 0.25
-"""After a reservation that got fewer slots than it asked for."""
+"""After a reservation that got fewer slots than it asked for: the store is full, or the catalog is
+down."""
+GROWING_PAUSE_S = 0.01
+"""The same where segments are being made."""
+NOTHING = Reserved(b"", False)
 
 
 class Refill(NamedTuple):
@@ -132,8 +136,11 @@ class Supply:
     def _reserve(self, index: int, count: int, now_s: float) -> None:
         part, lease_s = self._parts[index], self._config.reservation_lease_s
         work = functools.partial(self._room.reserve, part, count, lease_s)
-        orphan = functools.partial(self._room.give_back, part.namespace)
-        ticket = self._runner.submit(work, self._config.store_deadline_s, orphan)
+        ticket = self._runner.submit(
+            work,
+            self._config.store_deadline_s,
+            lambda late: self._room.give_back(part.namespace, late.packed),
+        )
         self.refills[index] = Refill(ticket, count, now_s + lease_s)
 
     def collect(self, now_s: float) -> bool:
@@ -144,13 +151,13 @@ class Supply:
             if state is TicketState.PENDING:
                 continue
             del self.refills[index]
-            packed = refill.ticket.value if state is TicketState.DONE else b""
+            is_done = state is TicketState.DONE
+            packed, is_growing = refill.ticket.value if is_done else NOTHING
             self._pools[index].add(packed, refill.sure_until_s)
             self.is_due = True
             has_more = has_more or bool(packed)
-            count = len(packed) // SLOT.size
-            if count < refill.count:  # full, or the catalog is down: not at every step
-                self._after_s = now_s + PAUSE_S
+            if len(packed) // SLOT.size < refill.count:
+                self._after_s = now_s + (GROWING_PAUSE_S if is_growing else PAUSE_S)
         return has_more
 
     def give_back(self) -> None:

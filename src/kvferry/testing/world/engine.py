@@ -8,8 +8,10 @@ import msgspec
 from kvferry.catalog.runner import Runner
 from kvferry.metrics import Metrics
 from kvferry.offload.base import Finished, Report
+from kvferry.offload.growth import Growth
 from kvferry.offload.planner import Planner
 from kvferry.testing.clock import Chance
+from kvferry.testing.runner import PromptRunner
 from kvferry.testing.world.blocks import BlockPool
 from kvferry.testing.world.checks import Failed, SimClock
 from kvferry.testing.world.meaning import FIRST_WEIGHTS
@@ -47,6 +49,8 @@ class Engine:
             Rank(index, setup, storage, clock, chance) for index in range(setup.rank_count)
         ]
         self.runner = Runner(clock, self.metrics, backoff_s=0.02, backoff_max_s=0.1)
+        make_files = chance.choice([PromptRunner, PromptRunner, PromptRunner, Runner])
+        self.files = make_files(clock, backoff_s=0.02, backoff_max_s=0.1)
         self.planner = self._open_planner()
         self.sibling = Sibling(chance, setup.sibling_chance)
         self.scheduler = Scheduler(
@@ -65,17 +69,20 @@ class Engine:
 
     def _open_planner(self) -> Planner:
         pages = self._storage.open_pages(late_s_max=0.0)
+        catalog = self._storage.open_catalog()
+        growth = Growth(catalog, pages, self.files, self._clock, self.metrics, patience_s=0.0)
         planner = Planner(
             self.setup.config,
             self._clock,
             self.metrics,
-            self._storage.open_catalog(),
+            catalog,
             pages,
             self._storage.facts,
             self.runner,
+            growth,
             self._storage.meanings.hasher,
             self.setup.rank_count,
-            closers=(lambda: self.runner.close(1.0), pages.close),
+            closers=(lambda: self.runner.close(1.0), lambda: self.files.close(1.0), pages.close),
         )
         self.runner.periodic(planner.tend, TEND_S)
         return planner

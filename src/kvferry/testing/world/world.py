@@ -74,6 +74,7 @@ class World:
             self._act(self._chance.choice(engine.ranks).runner.step)
         elif draw < 0.92:
             self._act(engine.runner.step)
+            self._act(engine.files.step)
         elif draw < 0.94:
             engine.end_sibling_load()
         elif draw < 0.985:
@@ -91,7 +92,7 @@ class World:
     def _pause(self, engine: Engine) -> None:
         """Somebody hangs for a while, or time passes by."""
         ranks = engine.ranks
-        candidates = [engine.advance, engine.runner.step]
+        candidates = [engine.advance, engine.runner.step, engine.files.step]
         candidates += [rank.mover.step for rank in ranks] + [rank.runner.step for rank in ranks]
         if self._chance.random() < 0.25:
             self._clock.advance(self._chance.choice([0.01, 0.1, 0.5]))
@@ -204,6 +205,7 @@ class World:
         for engine in self.engines:
             engine.advance()
             engine.runner.step()
+            engine.files.step()
             engine.end_sibling_load()
             for rank in engine.ranks:
                 rank.mover.step()
