@@ -449,9 +449,11 @@ _TRANSFER = (
     _counter(
         "transfer_leases",
         "requests",
-        "Finished prefills that a consumer was to have. `no_room`: nothing was offered.",
+        "Finished prefills that a consumer was to have. `no_room`, `unnamed`: nothing was offered,"
+        " since too much is kept already, or since nothing names the prompt (an adapter whose files"
+        " have changed).",
         "`no_room`: consumers are slow, or `leased_blocks_max` is small.",
-        outcome=("granted", "no_room"),
+        outcome=("granted", "no_room", "unnamed"),
     ),
     _counter(
         "transfer_leases_ended",

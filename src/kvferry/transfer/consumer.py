@@ -37,10 +37,12 @@ class State(Enum):
 
 @dataclass(slots=True)
 class Record:
-    """`granted_count`: ranks that have it."""
+    """`token_count`: what may be loaded, never the prompt's last token, which the engine computes
+    in any case. `granted_count`: ranks that have it."""
 
     request_id: str
     offer: Offer
+    token_count: int
     deadline_s: float
     ticket: Ticket
     state: State = State.CHECKING
@@ -69,6 +71,7 @@ class Consumer:
         self._watches: list[Watch] = []
         self._loads: list[Load] = []
         self._drops: list[str] = []
+        self._must_void = False
         self._is_full = False
         self._step_s = float("-inf")
 
@@ -94,7 +97,8 @@ class Consumer:
                 deadline_s,
             )
             end_s = self._clock.now_s() + deadline_s
-            self._records[request_id] = Record(request_id, offer, end_s, ticket)
+            token_count = min(offer.token_count, len(prefix.tokens) - 1)
+            self._records[request_id] = Record(request_id, offer, token_count, end_s, ticket)
 
     def matched(self, request_id: str, computed_tokens: int) -> int | None:
         """How many tokens after `computed_tokens` can be loaded; None: ask again."""
@@ -108,7 +112,7 @@ class Consumer:
             return 0
         if record.state is not State.READY:
             return None
-        count = record.offer.token_count - computed_tokens
+        count = record.token_count - computed_tokens
         if count < self._settings.tokens_min:
             self._finish(record, "local_hit" if count <= 0 else "short")
             return 0
@@ -136,8 +140,11 @@ class Consumer:
         for record in list(self._records.values()):
             if record.state is State.CHECKING:
                 self._advance(record)
-        plan = ConsumerPlan(tuple(self._watches), tuple(self._loads), tuple(self._drops))
+        plan = ConsumerPlan(
+            tuple(self._watches), tuple(self._loads), tuple(self._drops), self._must_void
+        )
         self._watches, self._loads, self._drops = [], [], []
+        self._must_void = False
         return plan
 
     def receive(self, report: Report) -> None:
@@ -180,6 +187,7 @@ class Consumer:
         """The engine is another one now (its weights have changed). Nothing is loaded any more for
         requests that came before; loads under way are failed by their ranks."""
         self._namespace = namespace
+        self._must_void = True
         for record in self._records.values():
             if record.state not in (State.OVER, State.LOADING):
                 self._finish(record, "namespace")

@@ -13,6 +13,7 @@ ended; then it is connected anew, with what the handshake said before.
 One thread: the mover's.
 """
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ from kvferry.transfer.plan import Lane, lanes, readers
 from kvferry.transfer.settings import Settings
 from kvferry.transfer.topology import RankLayout
 from kvferry.transfer.unload import Unloader, Unloaders
+
+log = logging.getLogger(__name__)
 
 DIALS_MAX = 8
 """Handshakes at a time."""
@@ -217,6 +220,8 @@ class Peers:
             is_foreign = isinstance(result, IncompatibleError | ConfigError)
             peer.state = PeerState.FOREIGN if is_foreign else PeerState.AWAY
             peer.retry_s = self._clock.now_s() + self._settings.redial_s
+            if peer.reason != str(result):
+                log.warning("no KV from the producer at %s port %d: %s", *peer.address, result)
             peer.reason = str(result)
         self._metrics.count("kvferry_transfer_handshakes_total", outcome=peer.state.value)
 
