@@ -328,12 +328,16 @@ def _user_folder(variable: str, below_home: str) -> Path:
 
 
 def _convert(name: str, value: Any, kind: Any) -> Any:
-    if isinstance(value, str) and name.endswith("_bytes"):
+    if isinstance(value, str) and _is_size(name):
         value = parse_size(name, value)
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise _wrong(name, value, _expected(kind, str(error)), value, _choices(kind)) from None
+
+
+def _is_size(name: str) -> bool:
+    return name.endswith(("_bytes", "_bytes_max"))
 
 
 def _choices(kind: Any) -> tuple[str, ...]:
@@ -409,7 +413,7 @@ def _facts(kind: type[msgspec.Struct], field: msgspec.structs.FieldInfo) -> Fiel
     plain = get_type_hints(kind)[field.name]
     return FieldFacts(
         field.name,
-        "size" if field.name.endswith("_bytes") else _kind_text(plain),
+        "size" if _is_size(field.name) else _kind_text(plain),
         "required" if field.required else _default_text(field),
         meta.extra["scope"],
         meta.description,
@@ -426,6 +430,6 @@ def _kind_text(kind: Any) -> str:
 def _default_text(field: msgspec.structs.FieldInfo) -> str:
     if field.default is None:
         return "see text"
-    if field.name.endswith("_bytes") and field.default >= 1 << 20:
+    if _is_size(field.name) and field.default >= 1 << 20:
         return f'"{field.default >> 20}MiB"'
     return msgspec.json.encode(field.default).decode()
