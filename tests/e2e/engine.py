@@ -175,7 +175,7 @@ class EngineProcess:
 
     def metrics(self) -> dict[str, float]:
         """All counters and gauges of the engine, summed over labels, by name; those with a reason
-        also as "name:reason"."""
+        or an outcome also as "name:reason"."""
         return self._call("metrics")["metrics"]
 
     def slow_pages(self, late_s: float) -> None:
@@ -209,11 +209,28 @@ class EngineProcess:
         `inside.scheduler_state`."""
         return self._call("state")["state"]
 
-    def abort(self, prompt: Sequence[int], when: str, step_count_max: int = 1000) -> dict[str, int]:
+    def abort(
+        self,
+        prompt: Sequence[int],
+        when: str,
+        step_count_max: int = 1000,
+        transfer: Any = None,
+    ) -> dict[str, int]:
         """Sends a request and aborts it when `state()[when]` is not 0; returns that state."""
-        return self._call("abort", prompt=list(prompt), when=when, step_count_max=step_count_max)[
-            "state"
-        ]
+        return self._call(
+            "abort",
+            prompt=list(prompt),
+            when=when,
+            step_count_max=step_count_max,
+            transfer=transfer,
+        )["state"]
+
+    def stop(self) -> None:
+        """SIGSTOP to the process and to all that it started, until `go_on`."""
+        os.killpg(self._process.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        os.killpg(self._process.pid, signal.SIGCONT)
 
     def wait_for_rest(self) -> dict[str, int]:
         """Returns the state when nothing is under way but slots held ready."""

@@ -137,7 +137,7 @@ class Program:
         for metric in self._engine.get_metrics():
             value = getattr(metric, "value", None)
             if value is not None:
-                reason = metric.labels.get("reason")
+                reason = metric.labels.get("reason") or metric.labels.get("outcome")
                 for name in (metric.name, f"{metric.name}:{reason}")[: 2 if reason else 1]:
                     totals[name] = totals.get(name, 0.0) + value
         return {"metrics": totals}
@@ -167,10 +167,12 @@ class Program:
             state |= inside.scheduler_state(self._engine)
         return {"state": state}
 
-    def abort(self, prompt: Sequence[int], when: str, step_count_max: int) -> dict[str, Any]:
+    def abort(
+        self, prompt: Sequence[int], when: str, step_count_max: int, transfer: Any
+    ) -> dict[str, Any]:
         """Aborts a request as soon as the state says that something of the kind is under way."""
         core = self._engine.llm_engine
-        (parameters,) = _parameters({"max_tokens": 512}, 1, ())
+        (parameters,) = _parameters({"max_tokens": 512}, 1, (transfer,) if transfer else ())
         request_id = core.add_request("aborted", {"prompt_token_ids": list(prompt)}, parameters)
         for _ in range(step_count_max):
             core.step()
