@@ -73,7 +73,7 @@ class Worker:
 
     def ferry_state(self) -> dict[str, int]:
         """What is under way in this worker."""
-        if inside_transfer.is_there():
+        if inside_transfer.is_there(get_kv_transfer_group()):
             return inside_transfer.worker_state()
         mover = _mover()
         return {
@@ -96,8 +96,9 @@ def scheduler_catalog(engine: Any, how: str) -> None:
 
 def scheduler_state(engine: Any) -> dict[str, int]:
     """What the scheduler's half holds, and vLLM's own free blocks."""
-    if inside_transfer.is_there():
-        return inside_transfer.scheduler_state(_core(engine).scheduler)
+    scheduler = _core(engine).scheduler
+    if inside_transfer.is_there(scheduler.connector):
+        return inside_transfer.scheduler_state(scheduler)
     planner = _planner(engine)
     blocks = _core(engine).scheduler.kv_cache_manager.block_pool
     return {

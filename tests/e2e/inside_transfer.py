@@ -5,9 +5,9 @@ from typing import Any
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 
-def is_there() -> bool:
-    """Whether this process's connector is the one for transfers."""
-    return type(get_kv_transfer_group()).__name__ == "FerryTransferConnector"
+def is_there(connector: Any) -> bool:
+    """Whether it is the one for transfers."""
+    return type(connector).__name__ == "FerryTransferConnector"
 
 
 def worker_state() -> dict[str, int]:

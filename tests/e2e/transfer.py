@@ -8,6 +8,8 @@ from tests.e2e.engine import Answers, EngineProcess
 WANTED = {"do_remote_decode": True}
 UNHURRIED = {"claim_deadline_s": 30.0, "read_deadline_s": 60.0}
 """Exact counts must not depend on how busy the machine is; tests of deadlines set their own."""
+TOLERANCE = 1e-4
+"""A single engine's own answers differ by 3e-5 between two shapes of prefill."""
 
 
 def settings(role: str, **extra: Any) -> dict[str, Any]:
@@ -42,3 +44,10 @@ def hand_over(
     carried = prefill(producer, prompts)
     assert all(carried), "the producer offers nothing"
     return consumer.generate(prompts, transfers=carried, **arguments)
+
+
+def assert_same(answers: Answers, plain: Answers, tolerance: float = TOLERANCE) -> None:
+    """Tokens are equal, and log-probabilities as far as those of one engine are."""
+    assert answers.tokens == plain.tokens
+    for some, others in zip(answers.logprobs, plain.logprobs, strict=True):
+        assert max(abs(a - b) for a, b in zip(some, others, strict=True)) < tolerance

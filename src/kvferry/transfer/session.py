@@ -8,7 +8,8 @@ one: nothing new is begun with it.
 
 Life of a session: READY with connection and tables, LOST when a read or message failed. Forgetting
 a connection is no fence for what was posted on it, so a lost session waits until all its reads have
-ended; then it is connected anew, with what the handshake said before.
+ended; then it is connected anew, with what the handshake said before. Meanwhile the peer is dialled
+again: if nobody answers, its process is gone and nobody need wait for it.
 
 One thread: the mover's.
 """
@@ -202,6 +203,9 @@ class Peers:
             session.state = SessionState.LOST
             session.retry_s = self._clock.now_s() + self._settings.redial_s
             self._metrics.count("kvferry_transfer_sessions_lost_total")
+            for peer in self._peers.values():
+                if session in peer.sessions.values() and peer.state is PeerState.KNOWN:
+                    peer.state, peer.retry_s = PeerState.AWAY, self._clock.now_s()
 
     def close(self) -> None:
         """Forgets all that no read hangs on."""
@@ -211,7 +215,7 @@ class Peers:
     def _dialled(self, peer: Peer, result: Introduction | Error) -> None:
         if isinstance(result, Introduction):
             try:
-                peer.sessions = self._sessions(result)
+                peer.sessions = peer.sessions or self._sessions(result)
                 peer.state, peer.reason = PeerState.KNOWN, ""
                 self._retire_others(peer)
             except (IncompatibleError, ConfigError) as error:
@@ -249,7 +253,9 @@ class Peers:
     def _mend(self, peer: Peer, session: Session) -> None:
         """Connects a session that is not, if nothing is out on it."""
         now_s = self._clock.now_s()
-        if session.is_ready or session.reads_out or peer.is_retired or now_s < session.retry_s:
+        if peer.state is not PeerState.KNOWN or peer.is_retired:
+            return
+        if session.is_ready or session.reads_out or now_s < session.retry_s:
             return
         self._disconnect(session)
         try:
