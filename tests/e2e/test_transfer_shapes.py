@@ -33,7 +33,7 @@ def test_windows(engine_a, engine_b, model):
     alone = plain(engine_b, model("window"), WINDOWED)
     engine_a.open(model("window"), **transfer.settings("kv_producer"))
     engine_b.open(model("window"), **transfer.settings("kv_consumer"))
-    check(engine_a, engine_b, WINDOWED, alone)
+    check(engine_a, engine_b, WINDOWED, alone, tolerance=1e-6)
     engine_b.wait_for_rest()
     engine_a.wait_for_rest()
     engine_a.close()
