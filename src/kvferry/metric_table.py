@@ -354,6 +354,23 @@ _TRANSFER = (
             *_REFUSALS,
         ),
     ),
+    _gauge(
+        "transfer_requests_waiting",
+        "requests",
+        "Requests of a consumer that wait for a producer: asked, or being loaded. vLLM counts them"
+        " neither as running nor as waiting while they load.",
+        "Grows: producers are slow or gone.",
+    ),
+    _seconds(
+        "transfer_wait",
+        "From a request's arrival until its producer has granted it.",
+        "Near `claim_deadline_s`: look at the producers.",
+    ),
+    _seconds(
+        "transfer_load",
+        "From a request's admission until its KV is here, or has failed.",
+        "Longer than computing: raise `tokens_min`, or look at the network.",
+    ),
     _counter(
         "transfer_loads",
         "loads",
@@ -432,6 +449,7 @@ _TRANSFER = (
         "`foreign`: the log names the fields that differ.",
         outcome=("known", "away", "foreign"),
     ),
+    _seconds("transfer_handshake", "One handshake that this consumer began.", "See those `away`."),
     _counter(
         "transfer_handshakes_served",
         "",

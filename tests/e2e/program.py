@@ -51,8 +51,8 @@ class Program:
             "worker_extension_cls": inside.WORKER,
         }
         self._engine = LLM(model=model, **(defaults | dict(settings)))
-        connector = (settings.get("kv_transfer_config") or {}).get("kv_connector")
-        self._must_idle = self._is_inside and connector == TRANSFER_CONNECTOR
+        connectors = json.dumps(settings.get("kv_transfer_config"))
+        self._must_idle = self._is_inside and TRANSFER_CONNECTOR in connectors
         if not installed.LLM_COUNTS_EVERY_STEP:
             _count_every_step(self._engine.llm_engine)
         return {"duration_s": perf_counter() - started_s}

@@ -60,7 +60,7 @@ def pair(engine_a, engine_b, model) -> Iterator[Pair]:
     plain = {tuple(prompt): engine_b.generate([prompt]) for prompt in PROMPTS}
     engine_b.close()
     engine_a.open(model("full"), **transfer.settings("kv_producer"))
-    engine_b.open(model("full"), **transfer.settings("kv_consumer", claim_deadline_s=10.0))
+    engine_b.open(model("full"), **transfer.settings("kv_consumer", claim_deadline_s=5.0))
     yield Pair(engine_a, engine_b, plain)
     engine_a.close()
     engine_b.close()

@@ -68,17 +68,25 @@ def test_little_room_on_either_side(engine_a, engine_b, model):
 
 def test_blocks_that_cannot_be_taken_apart_are_refused(engine_a, engine_b, model):
     """The CPU backend packs each block as a whole: such engines say why, and compute."""
-    prompt = tokens(300, 4)
-    (alone,) = plain(engine_b, model("full"), [prompt])
-    for there, here in ((32, 64), (64, 32)):
-        engine_a.open(model("full"), **transfer.settings("kv_producer"), block_size=there)
-        engine_b.open(model("full"), **transfer.settings("kv_consumer"), block_size=here)
-        answers = transfer.hand_over(engine_a, engine_b, [prompt])
-        refused = engine_b.metrics()["vllm:kvferry_transfer_requests:foreign"]
-        engine_a.close()
-        engine_b.close()
-        assert_same(answers, alone)
-        assert (answers.external_hit_tokens, refused) == (0, 1)
+    prompt, other = tokens(300, 4), tokens(300, 5)
+    alone = plain(engine_b, model("full"), [prompt, other])
+    engine_a.open(model("full"), **transfer.settings("kv_both"), block_size=32)
+    engine_b.open(model("full"), **transfer.settings("kv_both"), block_size=64)
+    answers = [
+        transfer.hand_over(engine_a, engine_b, [prompt]),
+        transfer.hand_over(engine_b, engine_a, [other]),
+    ]
+    refused = [
+        engine.metrics()["vllm:kvferry_transfer_requests:foreign"]
+        for engine in (engine_a, engine_b)
+    ]
+    engine_a.close()
+    engine_b.close()
+
+    assert refused == [1, 1]
+    for answer, expected in zip(answers, alone, strict=True):
+        assert_same(answer, expected)
+        assert answer.external_hit_tokens == 0
 
 
 @pytest.mark.slow

@@ -38,13 +38,14 @@ class State(Enum):
 @dataclass(slots=True)
 class Record:
     """`token_count`: what may be loaded, never the prompt's last token, which the engine computes
-    in any case. `granted_count`: ranks that have it."""
+    in any case. `granted_count`: ranks that have it. `since_s`: when it came, or was admitted."""
 
     request_id: str
     offer: Offer
     token_count: int
     deadline_s: float
     ticket: Ticket
+    since_s: float
     state: State = State.CHECKING
     granted_count: int = 0
 
@@ -96,9 +97,11 @@ class Consumer:
                 lambda: prefix_key(offer.namespace, prefix, offer.token_count) == offer.key,
                 deadline_s,
             )
-            end_s = self._clock.now_s() + deadline_s
+            now_s = self._clock.now_s()
             token_count = min(offer.token_count, len(prefix.tokens) - 1)
-            self._records[request_id] = Record(request_id, offer, token_count, end_s, ticket)
+            self._records[request_id] = Record(
+                request_id, offer, token_count, now_s + deadline_s, ticket, now_s
+            )
 
     def matched(self, request_id: str, computed_tokens: int) -> int | None:
         """How many tokens after `computed_tokens` can be loaded; None: ask again."""
@@ -129,7 +132,7 @@ class Consumer:
         if record.state is not State.READY or external_tokens <= 0:
             self._finish(record, "declined")
             return False
-        record.state = State.LOADING
+        record.state, record.since_s = State.LOADING, self._clock.now_s()
         end = computed_tokens + external_tokens
         self._loads.append(Load(request_id, tables, computed_tokens, end))
         return True
@@ -140,6 +143,8 @@ class Consumer:
         for record in list(self._records.values()):
             if record.state is State.CHECKING:
                 self._advance(record)
+        waiting_count = sum(r.state is not State.OVER for r in self._records.values())
+        self._metrics.set("kvferry_transfer_requests_waiting", waiting_count)
         plan = ConsumerPlan(
             tuple(self._watches), tuple(self._loads), tuple(self._drops), self._must_void
         )
@@ -156,6 +161,7 @@ class Consumer:
                 record.granted_count += 1
                 if record.granted_count == self._rank_count:
                     record.state = State.READY
+                    self._observe("kvferry_transfer_wait_seconds", record)
         for request_id, reason in report.refused:
             record = self._records.get(request_id)
             if record is not None and record.state in (State.CLAIMING, State.READY):
@@ -167,6 +173,7 @@ class Consumer:
             record = self._records.get(request_id)
             if record is not None and record.state is State.LOADING:
                 record.state = State.OVER
+                self._observe("kvferry_transfer_load_seconds", record)
                 self._count("failed" if request_id in failed else "loaded")
 
     def finished(self, request_id: str) -> bool:
@@ -214,6 +221,9 @@ class Consumer:
             self._drops.append(record.request_id)
         record.state = State.OVER
         self._count(reason)
+
+    def _observe(self, name: str, record: Record) -> None:
+        self._metrics.observe(name, self._clock.now_s() - record.since_s)
 
     def _count(self, outcome: str) -> None:
         self._metrics.count("kvferry_transfer_requests_total", outcome=outcome)

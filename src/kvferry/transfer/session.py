@@ -91,12 +91,14 @@ class Session:
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """`used_s`: when it was wanted last. `reason`: of AWAY and FOREIGN, for people."""
+    """`used_s`: when it was wanted last; `dialled_s`: when it was dialled last. `reason`: of AWAY
+    and FOREIGN, for people."""
 
     boot: bytes
     address: tuple[str, int]
     state: PeerState
     used_s: float
+    dialled_s: float = 0.0
     retry_s: float = 0.0
     reason: str = ""
     is_retired: bool = False
@@ -181,7 +183,7 @@ class Peers:
         peer.used_s = now_s
         dialing_count = sum(p.state is PeerState.DIALING for p in self._peers.values())
         if peer.state is PeerState.AWAY and now_s >= peer.retry_s and dialing_count < DIALS_MAX:
-            peer.state = PeerState.DIALING
+            peer.state, peer.dialled_s = PeerState.DIALING, now_s
             self._dialer.submit(offer)
         return peer
 
@@ -228,6 +230,8 @@ class Peers:
                 log.warning("no KV from the producer at %s port %d: %s", *peer.address, result)
             peer.reason = str(result)
         self._metrics.count("kvferry_transfer_handshakes_total", outcome=peer.state.value)
+        handshake_s = self._clock.now_s() - peer.dialled_s
+        self._metrics.observe("kvferry_transfer_handshake_seconds", handshake_s)
 
     def _retire_others(self, peer: Peer) -> None:
         """Who answers at an address is the process that is there now."""

@@ -9,11 +9,12 @@ from kvferry.transfer.settings import Settings
 from kvferry.vllm_plugin.pd import refusals
 from tests.vllm_plugin.test_refusals import FullAttentionSpec, MambaSpec, group, settings
 
+ORDINARY = Settings()
 FULL = group(FullAttentionSpec())
 FAIL = {"kv_transfer_config__kv_load_failure_policy": "fail"}
 
 
-def check(cache_group=FULL, options=Settings(), *, is_kv_consumer=True, **changes):
+def check(cache_group=FULL, options=ORDINARY, *, is_kv_consumer=True, **changes):
     roles = {
         "kv_transfer_config__is_kv_consumer": is_kv_consumer,
         "parallel_config__pipeline_parallel_size": 1,
