@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvferry import config
-from kvferry.metric_table import METRICS, Metric
+from kvferry.metric import Metric
+from kvferry.metric_table import METRICS
 from kvferry.transfer.settings import Settings
 
 DOCS = Path(__file__).parent.parent / "docs"

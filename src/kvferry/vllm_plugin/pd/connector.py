@@ -185,5 +185,5 @@ class FerryTransferConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> stats.PrometheusMetrics:
         return stats.PrometheusMetrics(
-            vllm_config, metric_types, labelnames, per_engine_labelvalues
+            vllm_config, metric_types, labelnames, per_engine_labelvalues, stats.TRANSFER_NAMES
         )
