@@ -107,8 +107,8 @@ class Exporter:
     """Shows drained snapshots to Prometheus. One thread calls `observe`.
 
     `counter`, `gauge`, `histogram`: classes with the interface of `prometheus_client` (vLLM brings
-    its own); `label_names`: labels that every metric has besides its own; `names`: which metrics are
-    shown, and under what names (None: all, under their own).
+    its own); `label_names`: labels that every metric has besides its own; `names`: which metrics
+    are shown, and under what names (None: all, under their own).
     """
 
     def __init__(
