@@ -138,6 +138,19 @@ def test_after_new_weights_an_old_offer_is_for_nobody(role):
     assert role.build().consumer.voids
 
 
+def test_a_reset_that_has_to_wait_is_one_reset(role):
+    """Or nobody would meet again under the name that the weights have now."""
+    role._weights_name = "new"
+    prefill(role)
+    assert not role.reset()
+    namespace = role._namespace
+    role.ended(["p"], (), ())
+    assert role.reset()
+    assert role._namespace == namespace
+    assert role.reset()
+    assert role._namespace != namespace
+
+
 def test_ranks_that_are_of_two_engines_are_refused():
     with pytest.raises(ConfigError, match="order"):
         made = SchedulerRole(

@@ -87,6 +87,7 @@ class SchedulerRole:
         self._consumer: Consumer | None = None
         self._namespace = b""
         self._weights_name = settings.weights_id
+        self._is_resetting = False
         self._prefills: dict[str, Prefill] = {}
         self._computed: dict[str, int] = {}
 
@@ -207,18 +208,19 @@ class SchedulerRole:
 
     def reset(self) -> bool:
         """The weights may have changed: see `weights_id`. False while blocks are kept that somebody
-        may read; they were computed with the old ones and are offered as such."""
-        name, self._weights_name = self._weights_name, None
-        self._namespace = namespace_digest(
-            {"after": self._namespace, "weights": name or self._clock.random_bytes(32)}
-        )
-        self._metrics.count("kvferry_namespace_resets_total")
+        may read: whoever asked tries again, and that is still the same reset."""
+        if not self._is_resetting:
+            name, self._weights_name = self._weights_name, None
+            self._namespace = namespace_digest(
+                {"after": self._namespace, "weights": name or self._clock.random_bytes(32)}
+            )
+            self._metrics.count("kvferry_namespace_resets_total")
         if self._consumer is not None:
             self._consumer.rename(self._namespace)
-        if self._producer is None:
-            return True
-        self._producer.rename(self._namespace)
-        return self._producer.may_reset()
+        if self._producer is not None:
+            self._producer.rename(self._namespace)
+            self._is_resetting = not self._producer.may_reset()
+        return not self._is_resetting
 
     def close(self) -> None:
         if self._listener is not None:

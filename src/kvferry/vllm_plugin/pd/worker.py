@@ -1,5 +1,6 @@
 """The worker role: what vLLM's worker says, to the ranks. One thread: the worker's."""
 
+import threading
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from kvferry.device.host import HostCopier
 from kvferry.metrics import Metrics
 from kvferry.transfer.compatibility import Compatibility
 from kvferry.transfer.halves import Finished, Report
+from kvferry.transfer.lease import CLOCK_DRIFT_MAX
 from kvferry.transfer.nixl_link import NixlLink
 from kvferry.transfer.settings import Settings
 from kvferry.transfer.topology import RankLayout
@@ -124,19 +126,29 @@ class WorkerRole:
         self.close()
 
     def close(self) -> None:
-        """Waits a few seconds for reads that are out. Idempotent."""
+        """Waits a few seconds for reads that are out. Idempotent. Blocks that others were promised
+        stay as they are until their leases are over, also if the process lives on."""
         consumer, self._consumer = self._consumer, None
         producer, self._producer = self._producer, None
         if consumer is not None:
             consumer.close()
         if producer is not None:
             producer.close()
+            if not producer.rank.is_idle:
+                keep_alive(self._kv_caches, self._settings.lease_s * (1 + CLOCK_DRIFT_MAX))
         self._kv_caches = {}
 
     def _wake(self) -> None:
         for worker in (self._producer, self._consumer):
             if worker is not None:
                 worker.mover.wake()
+
+
+def keep_alive(kv_caches: Mapping[str, torch.Tensor], duration_s: float) -> None:
+    """Nobody renews leases any more, and nobody writes to these tensors."""
+    timer = threading.Timer(duration_s, lambda _: None, (kv_caches,))
+    timer.daemon = True
+    timer.start()
 
 
 def all_layouts(mine: RankLayout, rank: Rank) -> tuple[RankLayout, ...]:
