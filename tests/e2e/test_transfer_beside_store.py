@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from tests.e2e import transfer
 from tests.e2e.prompts import tokens
 
@@ -21,6 +23,7 @@ def both(store, role: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_a_dead_producers_prompt_comes_from_the_store(engine_a, engine_b, model, store):
     engine_b.open(model("full"))
     plain = [engine_b.generate([prompt]) for prompt in (FIRST, SECOND)]
