@@ -161,7 +161,8 @@ class FerryTransferConnector(KVConnectorBase_V1, SupportsHMA):
     # Both
 
     def get_kv_connector_stats(self) -> stats.Stats | None:
-        return stats.drain(self._metrics)
+        snapshot = self._metrics.drain()
+        return stats.Stats(data=snapshot) if snapshot else None
 
     def shutdown(self) -> None:
         side = self._scheduler if self.role is KVConnectorRole.SCHEDULER else self._worker
