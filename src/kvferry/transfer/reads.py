@@ -85,8 +85,8 @@ class Reads:
 
     @property
     def given_up_count(self) -> int:
-        """Reads that are out and that nobody waits for. Any thread: the engine's asks as well, while
-        the mover posts, so what is counted is a copy, made at once."""
+        """Reads that are out and that nobody waits for. Any thread: the engine's asks as well
+        while the mover posts, so what is counted is a copy, made at once."""
         return sum(not chunk.is_wanted for chunk in list(self._out.values()))
 
     @property
