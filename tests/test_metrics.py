@@ -7,7 +7,8 @@ import prometheus_client
 import pytest
 
 from kvferry.errors import InternalError
-from kvferry.metric_table import METRICS, Kind
+from kvferry.metric import Kind
+from kvferry.metric_table import METRICS
 from kvferry.metrics import Metrics, merge, prometheus_exporter
 from kvferry.pages.base import Outcome
 

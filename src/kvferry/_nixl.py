@@ -47,8 +47,9 @@ class Agent:
     """
 
     def __init__(self, name: str, backends: Sequence[str], memory_type: str):
-        """Creates the agent and its backends (tens of milliseconds to a second), and a thread of
-        NIXL's that makes progress. ConfigError if a backend is not there."""
+        """Creates the agent and its backends (tens of milliseconds to a second). ConfigError if a
+        backend is not there. NIXL's own thread for progress is off: it spins, one core for each
+        agent. Whoever owns the agent calls `state` and `received` often instead."""
         self._api = find()
         import numpy  # noqa: PLC0415  NIXL brings it; nobody else needs it
 
@@ -59,7 +60,7 @@ class Agent:
             for key, value in vars(self._api.nixlBind).items()
             if key.startswith("nixl") and key.endswith("Error")
         )
-        config = self._api.nixl_agent_config(enable_prog_thread=True, backends=list(backends))
+        config = self._api.nixl_agent_config(enable_prog_thread=False, backends=list(backends))
         self._agent = self._call(self._api.nixl_agent, name, config)
         missing = [backend for backend in backends if backend not in self._agent.backends]
         if missing:

@@ -25,11 +25,13 @@ PAGES_SCHEMES = ("posix", "memory")
 CATALOG_SCHEMES = ("lmdb", "memory")
 SIZE_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "PiB": 1 << 50}
 
-_cluster = partial(Meta, extra={"scope": "cluster"})
-_process = partial(Meta, extra={"scope": "process"})
+SECRET_VARIABLE = "KVFERRY_TRANSFER_SECRET"
+
+cluster = partial(Meta, extra={"scope": "cluster"})
+process = partial(Meta, extra={"scope": "process"})
 
 _Bytes = Annotated[int, Meta(ge=4096, le=1 << 60)]
-_Seconds = Annotated[float, Meta(gt=0, le=86400)]
+Seconds = Annotated[float, Meta(gt=0, le=86400)]
 _Threads = Annotated[int, Meta(ge=1, le=64)]
 _Name = Annotated[str, Meta(min_length=1, max_length=256)]
 _Tokens = Annotated[int, Meta(ge=1, le=1 << 16)]
@@ -40,21 +42,21 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     pages: Annotated[
         str,
-        _process(
+        process(
             description="URL of the page store: `posix:///path` (a folder on any file system that"
             " all engines see) or `memory:` (this process only, for tests)."
         ),
     ]
     capacity_bytes: Annotated[
         _Bytes | None,
-        _cluster(
+        cluster(
             description="Hard budget of the store. Needed to create it; afterwards it may be left"
             " out, and must agree if given (`kvferry resize` changes it)."
         ),
     ] = None
     catalog: Annotated[
         str | None,
-        _cluster(
+        cluster(
             description="URL of the catalog: `lmdb:///path` (a folder on a local disk of the one"
             " host) or `memory:`. Default: an LMDB in"
             " `$XDG_STATE_HOME/kvferry/<store id>`, or `~/.local/state` where that is not set."
@@ -62,56 +64,56 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = None
     chunk_tokens: Annotated[
         _Tokens | None,
-        _cluster(
+        cluster(
             description="Tokens in one chunk, a multiple of vLLM's block size. Default: the"
             " smallest power of two for which one head's part has 1 MiB, at most 256."
         ),
     ] = None
     model_id: Annotated[
         _Name | None,
-        _cluster(
+        cluster(
             description="Name of the model in the store's keys. Default: derived from the model's"
             " commit or files. Set it only if you know that the bytes are interchangeable."
         ),
     ] = None
     weights_id: Annotated[
         _Name | None,
-        _cluster(
+        cluster(
             description="Name of the weights after an update in a running engine. Without it, what"
             " is computed after an update stays private to that engine."
         ),
     ] = None
     tenant: Annotated[
         str,
-        _process(
+        process(
             max_length=256,
             description="Written into each page that this engine stores, to tell who stored it.",
         ),
     ] = ""
     alignment_bytes: Annotated[
         _Bytes,
-        _cluster(
+        cluster(
             description="Where slots may start: a power of two, at least 4096. Raise it to the"
             " block size of the file system (3FS: its chunk size). Fixed when the store is made."
         ),
     ] = 4096
     segment_bytes: Annotated[
         _Bytes | None,
-        _cluster(
+        cluster(
             description="Length of a segment file, a multiple of `alignment_bytes`. Default: by"
             " capacity. Fixed when the store is made."
         ),
     ] = None
     direct_io: Annotated[
         Literal["auto", "on", "off"],
-        _process(
+        process(
             description="Bypass the page cache: `auto` where the file system can, `on` refuses to"
             " start where it cannot, `off` never."
         ),
     ] = "auto"
     staging_bytes: Annotated[
         int,
-        _process(
+        process(
             ge=1 << 20,
             le=1 << 44,
             description="Memory of each worker between engine and storage: bounds the bytes in"
@@ -120,7 +122,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 256 << 20
     gpu_buffer_bytes: Annotated[
         int,
-        _process(
+        process(
             ge=1 << 20,
             le=1 << 40,
             description="GPU memory of each worker between the KV cache and staging. Four pages"
@@ -129,33 +131,33 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 256 << 20
     read_threads: Annotated[
         _Threads | None,
-        _process(description="Threads that read pages. Default: three for four cores, 4 to 16."),
+        process(description="Threads that read pages. Default: three for four cores, 4 to 16."),
     ] = None
     write_threads: Annotated[
         _Threads | None,
-        _process(
+        process(
             description="Threads that write pages. Default: one for two cores, 2 (with direct I/O"
             " 4) to 8."
         ),
     ] = None
     copy_threads: Annotated[
-        _Threads, _process(description="Threads that copy between engine memory and staging.")
+        _Threads, process(description="Threads that copy between engine memory and staging.")
     ] = 1
     lookup_deadline_s: Annotated[
-        _Seconds,
-        _process(description="A lookup that has no answer by then is a miss."),
+        Seconds,
+        process(description="A lookup that has no answer by then is a miss."),
     ] = 0.5
     load_deadline_s: Annotated[
-        _Seconds,
-        _process(description="A load that is not complete by then is given up and recomputed."),
+        Seconds,
+        process(description="A load that is not complete by then is given up and recomputed."),
     ] = 10.0
     store_deadline_s: Annotated[
-        _Seconds,
-        _process(description="A store that is not on storage by then is dropped."),
+        Seconds,
+        process(description="A store that is not on storage by then is dropped."),
     ] = 30.0
     reservation_lease_s: Annotated[
-        _Seconds,
-        _process(
+        Seconds,
+        process(
             description="How long a reserved slot is held for its writer; at least twice"
             " `store_deadline_s`, since a slot is used only while a store surely ends in time."
             " After a crash the slot is free again after this time and `grace_s`."
@@ -163,7 +165,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 60.0
     grace_s: Annotated[
         float,
-        _process(
+        process(
             ge=0,
             le=86400,
             description="How long an evicted slot is not reused, for readers that are under way.",
@@ -171,36 +173,36 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 10.0
     reserve_ahead_count: Annotated[
         int,
-        _process(ge=1, le=65536, description="Slots reserved ahead, so that no store waits."),
+        process(ge=1, le=65536, description="Slots reserved ahead, so that no store waits."),
     ] = 64
     load_tokens_min: Annotated[
         int,
-        _process(ge=0, le=1 << 30, description="A hit of fewer tokens is computed, not loaded."),
+        process(ge=0, le=1 << 30, description="A hit of fewer tokens is computed, not loaded."),
     ] = 0
     cost_model: Annotated[
         bool,
-        _process(
+        process(
             description="Skip loads that by measurement would be slower than computing the tokens."
         ),
     ] = True
     allow_failed_requests: Annotated[
         bool,
-        _process(
+        process(
             description="Start although `kv_load_failure_policy` is `fail`: a page that cannot be"
             " loaded then fails its request."
         ),
     ] = False
     allow_weight_updates: Annotated[
         bool,
-        _process(
+        process(
             description="Start although `weight_transfer_config` is set: whoever updates weights"
             " then resets with `reset_connector=True` or pauses with the cache cleared. Without"
             " that, KV of the old weights is served."
         ),
     ] = False
     failed_key_ttl_s: Annotated[
-        _Seconds,
-        _process(description="A page that failed to load is not offered again for this time."),
+        Seconds,
+        process(description="A page that failed to load is not offered again for this time."),
     ] = 30.0
 
     def catalog_url(self, store_id: bytes) -> str:
@@ -231,14 +233,7 @@ class Url(NamedTuple):
 
 def decode(options: Mapping[str, Any]) -> Config:
     """`kv_connector_extra_config` to `Config`. Raises ConfigError, see the module."""
-    if not isinstance(options, Mapping):
-        raise _wrong("kv_connector_extra_config", options, "an object with the key pages")
-    types = {field.name: field for field in msgspec.structs.fields(Config)}
-    values = {}
-    for name, value in options.items():
-        if name not in types:
-            raise _unknown_key(name, value, list(types))
-        values[name] = _convert(name, value, types[name].type)
+    values = decode_fields(options, Config)
     if "pages" not in values:
         raise ConfigError(
             "config.missing",
@@ -250,9 +245,33 @@ def decode(options: Mapping[str, Any]) -> Config:
     return config
 
 
-def field_facts() -> list[FieldFacts]:
+def decode_fields(options: Mapping[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """The values that are set, each by itself as its type says. Raises ConfigError."""
+    if not isinstance(options, Mapping):
+        raise _wrong("kv_connector_extra_config", options, "an object")
+    types = {field.name: field for field in _settable(kind)}
+    for name, value in options.items():
+        if name not in types:
+            raise _unknown_key(name, value, list(types))
+    return {name: _convert(name, value, types[name].type) for name, value in options.items()}
+
+
+def field_facts(kind: type[msgspec.Struct] = Config) -> list[FieldFacts]:
     """All fields, in the order of the class."""
-    return [_facts(field) for field in msgspec.structs.fields(Config)]
+    return [_facts(kind, field) for field in _settable(kind)]
+
+
+def transfer_secret(file: str | None) -> bytes:
+    """What a file holds, or else the environment, without white space around it; empty if neither
+    does. Raises ConfigError if the file cannot be read."""
+    if file is None:
+        return os.environb.get(SECRET_VARIABLE.encode(), b"").strip()
+    try:
+        return Path(file).read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(
+            "config.secret_file", f"secret_file={file!r} cannot be read: {error}", key="secret_file"
+        ) from error
 
 
 def parse_size(name: str, text: str) -> int:
@@ -309,12 +328,16 @@ def _user_folder(variable: str, below_home: str) -> Path:
 
 
 def _convert(name: str, value: Any, kind: Any) -> Any:
-    if isinstance(value, str) and name.endswith("_bytes"):
+    if isinstance(value, str) and _is_size(name):
         value = parse_size(name, value)
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise _wrong(name, value, _expected(kind, str(error)), value, _choices(kind)) from None
+
+
+def _is_size(name: str) -> bool:
+    return name.endswith(("_bytes", "_bytes_max"))
 
 
 def _choices(kind: Any) -> tuple[str, ...]:
@@ -380,12 +403,17 @@ def _suggestion(word: Any, known: Sequence[str]) -> str:
     return f". Did you mean {near[0]!r}?" if near else ""
 
 
-def _facts(field: msgspec.structs.FieldInfo) -> FieldFacts:
+def _settable(kind: type[msgspec.Struct]) -> list[msgspec.structs.FieldInfo]:
+    """The fields that a user sets: those that say what they are for."""
+    return [f for f in msgspec.structs.fields(kind) if hasattr(f.type, "__metadata__")]
+
+
+def _facts(kind: type[msgspec.Struct], field: msgspec.structs.FieldInfo) -> FieldFacts:
     meta = field.type.__metadata__[-1]
-    plain = get_type_hints(Config)[field.name]
+    plain = get_type_hints(kind)[field.name]
     return FieldFacts(
         field.name,
-        "size" if field.name.endswith("_bytes") else _kind_text(plain),
+        "size" if _is_size(field.name) else _kind_text(plain),
         "required" if field.required else _default_text(field),
         meta.extra["scope"],
         meta.description,
@@ -402,6 +430,6 @@ def _kind_text(kind: Any) -> str:
 def _default_text(field: msgspec.structs.FieldInfo) -> str:
     if field.default is None:
         return "see text"
-    if field.name.endswith("_bytes") and field.default >= 1 << 20:
+    if _is_size(field.name) and field.default >= 1 << 20:
         return f'"{field.default >> 20}MiB"'
     return msgspec.json.encode(field.default).decode()

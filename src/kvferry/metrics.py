@@ -18,7 +18,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvferry.errors import InternalError
-from kvferry.metric_table import METRICS, Kind, Metric
+from kvferry.metric import Kind, Metric
+from kvferry.metric_table import METRICS
 
 Snapshot = dict[str, dict[str, Any]]
 
@@ -106,27 +107,35 @@ class Exporter:
     """Shows drained snapshots to Prometheus. One thread calls `observe`.
 
     `counter`, `gauge`, `histogram`: classes with the interface of `prometheus_client` (vLLM brings
-    its own); `label_names`: labels that every metric has besides its own.
+    its own); `label_names`: labels that every metric has besides its own; `names`: which metrics
+    are shown, and under what names (None: all, under their own).
     """
 
     def __init__(
-        self, counter: Any, gauge: Any, histogram: Any, label_names: Sequence[str] = ()
+        self,
+        counter: Any,
+        gauge: Any,
+        histogram: Any,
+        label_names: Sequence[str] = (),
+        names: Mapping[str, str] | None = None,
     ) -> None:
+        names = {name: name for name in METRICS} if names is None else names
         makers = {Kind.COUNTER: counter, Kind.GAUGE: gauge, Kind.HISTOGRAM: histogram}
         self._metrics = {
             metric.name: makers[metric.kind](
-                name=metric.name,
+                name=names[metric.name],
                 documentation=metric.meaning,
                 labelnames=[*label_names, *metric.labels],
                 **({"buckets": SECONDS_BUCKETS} if metric.kind is Kind.HISTOGRAM else {}),
             )
             for metric in METRICS.values()
+            if metric.name in names
         }
 
     def observe(self, drained: Snapshot, label_values: Sequence[Any] = ()) -> None:
         """Adds what was counted since the last call."""
-        for name, values in drained.items():
-            for key, value in values.items():
+        for name in drained.keys() & self._metrics.keys():
+            for key, value in drained[name].items():
                 all_labels = [*label_values, *(key.split(",") if key else ())]
                 target = self._metrics[name]
                 _export(

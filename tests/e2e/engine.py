@@ -21,6 +21,7 @@ from typing import Any
 PROGRAM = Path(__file__).with_name("program.py")
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60.0
+SECRET = "a secret of the tests"
 
 
 class EngineError(RuntimeError):
@@ -29,11 +30,14 @@ class EngineError(RuntimeError):
 
 @dataclass(frozen=True)
 class Answer:
-    """One request's result. `cached_tokens`: what vLLM did not compute, local and external."""
+    """One request's result. `cached_tokens`: what vLLM did not compute, local and external.
+    `siblings`: the other answers of one request. `transfer`: its kv_transfer_params."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     cached_tokens: int
+    siblings: tuple[tuple[int, ...], ...] = ()
+    transfer: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,9 @@ class EngineProcess:
             "OMP_NUM_THREADS": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "HF_HUB_OFFLINE": "1",
+            "KVFERRY_TRANSFER_SECRET": SECRET,
+            "UCX_TLS": "tcp,sm",
+            "UCX_MODULES": "^ib",
             "PYTHONPATH": str(ROOT),
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_LOGGING_STREAM": "ext://sys.stderr",
@@ -119,15 +126,18 @@ class EngineProcess:
         max_tokens: int = 8,
         salts: Sequence[str | None] = (),
         loras: Sequence[str | None] = (),
+        transfers: Sequence[Any] = (),
         **sampling: Any,
     ) -> Answers:
-        """Runs all prompts as one batch, greedily. `loras`: adapter folders."""
+        """Runs all prompts as one batch, greedily. `loras`: adapter folders; `transfers`:
+        kv_transfer_params."""
         reply = self._call(
             "generate",
             prompts=[list(prompt) for prompt in prompts],
             sampling={"max_tokens": max_tokens, **sampling},
             salts=list(salts),
             loras=list(loras),
+            transfers=list(transfers),
         )
         return _answers(reply)
 
@@ -137,6 +147,7 @@ class EngineProcess:
         tokens_until_abort: Sequence[int | None],
         *,
         max_tokens: int = 8,
+        transfers: Sequence[Any] = (),
         **sampling: Any,
     ) -> Answers:
         """As `generate`; a request with a limit is aborted when it has so many tokens, with limit
@@ -146,6 +157,7 @@ class EngineProcess:
             prompts=[list(prompt) for prompt in prompts],
             sampling={"max_tokens": max_tokens, **sampling},
             tokens_until_abort=list(tokens_until_abort),
+            transfers=list(transfers),
         )
         return _answers(reply)
 
@@ -163,7 +175,7 @@ class EngineProcess:
 
     def metrics(self) -> dict[str, float]:
         """All counters and gauges of the engine, summed over labels, by name; those with a reason
-        also as "name:reason"."""
+        or an outcome also as "name:reason"."""
         return self._call("metrics")["metrics"]
 
     def slow_pages(self, late_s: float) -> None:
@@ -197,11 +209,28 @@ class EngineProcess:
         `inside.scheduler_state`."""
         return self._call("state")["state"]
 
-    def abort(self, prompt: Sequence[int], when: str, step_count_max: int = 1000) -> dict[str, int]:
+    def abort(
+        self,
+        prompt: Sequence[int],
+        when: str,
+        step_count_max: int = 1000,
+        transfer: Any = None,
+    ) -> dict[str, int]:
         """Sends a request and aborts it when `state()[when]` is not 0; returns that state."""
-        return self._call("abort", prompt=list(prompt), when=when, step_count_max=step_count_max)[
-            "state"
-        ]
+        return self._call(
+            "abort",
+            prompt=list(prompt),
+            when=when,
+            step_count_max=step_count_max,
+            transfer=transfer,
+        )["state"]
+
+    def stop(self) -> None:
+        """SIGSTOP to the process and to all that it started, until `go_on`."""
+        os.killpg(self._process.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        os.killpg(self._process.pid, signal.SIGCONT)
 
     def wait_for_rest(self) -> dict[str, int]:
         """Returns the state when nothing is under way but slots held ready."""
@@ -242,7 +271,13 @@ class EngineProcess:
 
 def _answers(reply: dict[str, Any]) -> Answers:
     requests = tuple(
-        Answer(tuple(item["tokens"]), tuple(item["logprobs"]), item["cached_tokens"])
+        Answer(
+            tuple(item["tokens"]),
+            tuple(item["logprobs"]),
+            item["cached_tokens"],
+            tuple(tuple(sibling) for sibling in item.get("siblings", ())),
+            item.get("transfer"),
+        )
         for item in reply.pop("requests")
     )
     return Answers(requests, **reply)

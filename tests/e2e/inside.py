@@ -16,6 +16,7 @@ from kvferry.clock import SystemClock
 from kvferry.errors import UnavailableError
 from kvferry.layout import Address
 from kvferry.testing.faults import Fault, FaultyPages
+from tests.e2e import inside_transfer
 
 WORKER = "tests.e2e.inside.Worker"
 HANG_S = 5.0
@@ -72,6 +73,8 @@ class Worker:
 
     def ferry_state(self) -> dict[str, int]:
         """What is under way in this worker."""
+        if inside_transfer.is_there(get_kv_transfer_group()):
+            return inside_transfer.worker_state()
         mover = _mover()
         return {
             "loads": mover._loads.pending_count,
@@ -93,6 +96,9 @@ def scheduler_catalog(engine: Any, how: str) -> None:
 
 def scheduler_state(engine: Any) -> dict[str, int]:
     """What the scheduler's half holds, and vLLM's own free blocks."""
+    scheduler = _core(engine).scheduler
+    if inside_transfer.is_there(scheduler.connector):
+        return inside_transfer.scheduler_state(scheduler)
     planner = _planner(engine)
     blocks = _core(engine).scheduler.kv_cache_manager.block_pool
     return {

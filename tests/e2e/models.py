@@ -25,8 +25,8 @@ VOCABULARY = 512
 WINDOW_TOKENS = 128
 
 
-def full_attention(seed: int = 1) -> PreTrainedModel:
-    """Qwen3 shape: 3 layers, 2 KV heads of 32, one cache group."""
+def full_attention(seed: int = 1, kv_head_count: int = 2) -> PreTrainedModel:
+    """Qwen3 shape: 3 layers, KV heads of 32, one cache group."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
@@ -34,7 +34,7 @@ def full_attention(seed: int = 1) -> PreTrainedModel:
         intermediate_size=256,
         num_hidden_layers=3,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=kv_head_count,
         head_dim=32,
         max_position_embeddings=4096,
         tie_word_embeddings=False,
@@ -80,6 +80,7 @@ def _sharpen(model: PreTrainedModel) -> PreTrainedModel:
 MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
     "full": full_attention,
     "other": lambda: full_attention(seed=2),
+    "few heads": lambda: full_attention(kv_head_count=1),
     "window": sliding_window,
 }
 

@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import select
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,9 +13,11 @@ from typing import Any
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
+from kvferry.vllm_plugin import TRANSFER_CONNECTOR
 from tests.e2e import injected, inside, installed
 
 BLOCK_TOKENS = 32
+IDLE_S = 0.005
 COUNTERS = {
     "vllm:external_prefix_cache_hits": "external_hit_tokens",
     "vllm:external_prefix_cache_queries": "external_query_tokens",
@@ -28,6 +31,7 @@ class Program:
 
     def __init__(self) -> None:
         self._engine: Any = None
+        self._must_idle = False
         self._adapters: dict[str, int] = {}
         self._undo: list[Callable[[], None]] = []
         self._broken_opening = inside.BrokenOpening()
@@ -47,13 +51,15 @@ class Program:
             "worker_extension_cls": inside.WORKER,
         }
         self._engine = LLM(model=model, **(defaults | dict(settings)))
+        connectors = json.dumps(settings.get("kv_transfer_config"))
+        self._must_idle = self._is_inside and TRANSFER_CONNECTOR in connectors
         if not installed.LLM_COUNTS_EVERY_STEP:
             _count_every_step(self._engine.llm_engine)
         return {"duration_s": perf_counter() - started_s}
 
     def close(self) -> dict[str, Any]:
         self._engine.llm_engine.engine_core.shutdown()
-        self._engine = None
+        self._engine, self._must_idle = None, False
         gc.collect()
         return {}
 
@@ -63,9 +69,10 @@ class Program:
         sampling: Mapping[str, Any],
         salts: Sequence[str | None],
         loras: Sequence[str | None],
+        transfers: Sequence[Any],
     ) -> dict[str, Any]:
         before = self._counters()
-        parameters = _parameters(sampling)
+        parameters = _parameters(sampling, len(prompts), transfers)
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         for item, salt in zip(inputs, salts, strict=False):
             if salt is not None:
@@ -85,13 +92,17 @@ class Program:
         prompts: Sequence[Sequence[int]],
         sampling: Mapping[str, Any],
         tokens_until_abort: Sequence[int | None],
+        transfers: Sequence[Any],
     ) -> dict[str, Any]:
         """As `generate`, step by step: a request with a limit is aborted after the step in which
         it has so many tokens (0: after the first step, whatever it does)."""
         before, started_s = self._counters(), perf_counter()
-        engine, parameters = self._engine.llm_engine, _parameters(sampling)
+        engine, parameters = (
+            self._engine.llm_engine,
+            _parameters(sampling, len(prompts), transfers),
+        )
         for index, prompt in enumerate(prompts):
-            engine.add_request(str(index), {"prompt_token_ids": list(prompt)}, parameters)
+            engine.add_request(str(index), {"prompt_token_ids": list(prompt)}, parameters[index])
         limits = {str(i): limit for i, limit in enumerate(tokens_until_abort) if limit is not None}
         answers = [{"tokens": [], "logprobs": [], "cached_tokens": 0} for _ in prompts]
         while engine.has_unfinished_requests():
@@ -126,7 +137,7 @@ class Program:
         for metric in self._engine.get_metrics():
             value = getattr(metric, "value", None)
             if value is not None:
-                reason = metric.labels.get("reason")
+                reason = metric.labels.get("reason") or metric.labels.get("outcome")
                 for name in (metric.name, f"{metric.name}:{reason}")[: 2 if reason else 1]:
                     totals[name] = totals.get(name, 0.0) + value
         return {"metrics": totals}
@@ -156,10 +167,12 @@ class Program:
             state |= inside.scheduler_state(self._engine)
         return {"state": state}
 
-    def abort(self, prompt: Sequence[int], when: str, step_count_max: int) -> dict[str, Any]:
+    def abort(
+        self, prompt: Sequence[int], when: str, step_count_max: int, transfer: Any
+    ) -> dict[str, Any]:
         """Aborts a request as soon as the state says that something of the kind is under way."""
         core = self._engine.llm_engine
-        parameters = SamplingParams(temperature=0.0, max_tokens=512, detokenize=False)
+        (parameters,) = _parameters({"max_tokens": 512}, 1, (transfer,) if transfer else ())
         request_id = core.add_request("aborted", {"prompt_token_ids": list(prompt)}, parameters)
         for _ in range(step_count_max):
             core.step()
@@ -171,6 +184,14 @@ class Program:
 
     def reset(self, reset_connector: bool) -> dict[str, Any]:
         return {"done": self._engine.reset_prefix_cache(reset_connector=reset_connector)}
+
+    def idle(self) -> None:
+        """What an engine core of its own does between requests: blocks that are kept for others
+        are let go in a step."""
+        if self._must_idle:
+            engine = self._engine.llm_engine
+            if engine.engine_core.engine_core.scheduler.has_requests():
+                engine.step()
 
     @property
     def _is_inside(self) -> bool:
@@ -203,10 +224,13 @@ def _count_every_step(engine: Any) -> None:
     core.get_output = get_counted_output
 
 
-def _parameters(sampling: Mapping[str, Any]) -> SamplingParams:
-    return SamplingParams(
-        **({"temperature": 0.0, "logprobs": 1, "detokenize": False} | dict(sampling))
-    )
+def _parameters(
+    sampling: Mapping[str, Any], count: int, transfers: Sequence[Any]
+) -> list[SamplingParams]:
+    """Of each prompt."""
+    common = {"temperature": 0.0, "logprobs": 1, "detokenize": False} | dict(sampling)
+    extras = [{"extra_args": {"kv_transfer_params": transfer}} for transfer in transfers]
+    return [SamplingParams(**common, **extra) for extra in extras or [{}] * count]
 
 
 def _has(answer: Mapping[str, Any], token_count: int) -> bool:
@@ -220,6 +244,8 @@ def _answer(output: Any) -> dict[str, Any]:
         "tokens": list(chosen.token_ids),
         "logprobs": [step[token].logprob for token, step in steps],
         "cached_tokens": output.num_cached_tokens,
+        "siblings": [list(other.token_ids) for other in output.outputs[1:]],
+        "transfer": output.kv_transfer_params,
     }
 
 
@@ -228,7 +254,12 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     program = Program()
-    for line in sys.stdin:
+    while True:
+        while not select.select([sys.stdin], [], [], IDLE_S)[0]:
+            program.idle()
+        line = sys.stdin.readline()
+        if not line:
+            return
         call = json.loads(line)
         try:
             reply = getattr(program, call.pop("operation"))(**call)

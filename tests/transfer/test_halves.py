@@ -109,8 +109,8 @@ def test_all_ranks_must_have_it_before_tokens_are_promised(scheduler):
     scheduler.consumer.receive(Report(granted=("r",)))
     assert scheduler.consumer.matched("r", 0) is None
     scheduler.consumer.receive(Report(granted=("r",)))
-    assert scheduler.consumer.matched("r", 0) == 100
-    assert scheduler.consumer.matched("r", 32) == 68
+    assert scheduler.consumer.matched("r", 0) == 99
+    assert scheduler.consumer.matched("r", 32) == 67
 
 
 @pytest.mark.parametrize(

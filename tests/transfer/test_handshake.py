@@ -1,6 +1,7 @@
 """The listener: whatever arrives, the next peer is answered; and nobody learns anything without
 the secret."""
 
+import contextlib
 import socket
 
 import pytest
@@ -103,7 +104,8 @@ JUNK = [
 def test_foreign_packets_end_their_connection_only(listener, junk):
     with socket.create_connection(("127.0.0.1", listener.port)) as stream:
         stream.sendall(junk)
-        stream.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(OSError):  # it may have hung up already
+            stream.shutdown(socket.SHUT_WR)
         assert answer(stream) == b""
 
 

@@ -14,9 +14,5 @@ IS_THERE = any(importlib.util.find_spec(package) for package in PACKAGES)
 
 @pytest.mark.skipif(not IS_THERE, reason="NIXL is not installed")
 class TestNixlLink(LinkSuite):
-    @pytest.fixture(autouse=True)
-    def transport(self, monkeypatch):
-        monkeypatch.setenv("UCX_TLS", "tcp,sm")
-
     def make_link(self):
         return NixlLink(SystemClock())

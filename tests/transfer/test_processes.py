@@ -128,9 +128,8 @@ class Engine:
 
 
 @pytest.fixture
-def world(monkeypatch):
+def world():
     """Makes producers and consumers, and ends them."""
-    monkeypatch.setenv("UCX_TLS", "tcp,sm")
     made = []
 
     class World:

@@ -214,6 +214,9 @@ class LinkSuite:
         first = reader.link.post(name, mine, one, theirs, one)
         self.until(ends, lambda: first in reader.endings)
         peer.link.close(5.0)
+        for _ in range(200):  # a transport hears of it when it is driven
+            reader.events += reader.link.poll()
+            SystemClock().sleep(0.0005)
         number = reader.link.post(name, mine, one, theirs, one)
         self.until([reader], lambda: number in reader.endings)
         assert reader.endings[number] is not Ending.DONE

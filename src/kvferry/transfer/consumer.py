@@ -37,12 +37,15 @@ class State(Enum):
 
 @dataclass(slots=True)
 class Record:
-    """`granted_count`: ranks that have it."""
+    """`token_count`: what may be loaded, never the prompt's last token, which the engine computes
+    in any case. `granted_count`: ranks that have it. `since_s`: when it came, or was admitted."""
 
     request_id: str
     offer: Offer
+    token_count: int
     deadline_s: float
     ticket: Ticket
+    since_s: float
     state: State = State.CHECKING
     granted_count: int = 0
 
@@ -69,6 +72,7 @@ class Consumer:
         self._watches: list[Watch] = []
         self._loads: list[Load] = []
         self._drops: list[str] = []
+        self._must_void = False
         self._is_full = False
         self._step_s = float("-inf")
 
@@ -93,8 +97,11 @@ class Consumer:
                 lambda: prefix_key(offer.namespace, prefix, offer.token_count) == offer.key,
                 deadline_s,
             )
-            end_s = self._clock.now_s() + deadline_s
-            self._records[request_id] = Record(request_id, offer, end_s, ticket)
+            now_s = self._clock.now_s()
+            token_count = min(offer.token_count, len(prefix.tokens) - 1)
+            self._records[request_id] = Record(
+                request_id, offer, token_count, now_s + deadline_s, ticket, now_s
+            )
 
     def matched(self, request_id: str, computed_tokens: int) -> int | None:
         """How many tokens after `computed_tokens` can be loaded; None: ask again."""
@@ -108,7 +115,7 @@ class Consumer:
             return 0
         if record.state is not State.READY:
             return None
-        count = record.offer.token_count - computed_tokens
+        count = record.token_count - computed_tokens
         if count < self._settings.tokens_min:
             self._finish(record, "local_hit" if count <= 0 else "short")
             return 0
@@ -125,7 +132,7 @@ class Consumer:
         if record.state is not State.READY or external_tokens <= 0:
             self._finish(record, "declined")
             return False
-        record.state = State.LOADING
+        record.state, record.since_s = State.LOADING, self._clock.now_s()
         end = computed_tokens + external_tokens
         self._loads.append(Load(request_id, tables, computed_tokens, end))
         return True
@@ -136,8 +143,13 @@ class Consumer:
         for record in list(self._records.values()):
             if record.state is State.CHECKING:
                 self._advance(record)
-        plan = ConsumerPlan(tuple(self._watches), tuple(self._loads), tuple(self._drops))
+        waiting_count = sum(r.state is not State.OVER for r in self._records.values())
+        self._metrics.set("kvferry_transfer_requests_waiting", waiting_count)
+        plan = ConsumerPlan(
+            tuple(self._watches), tuple(self._loads), tuple(self._drops), self._must_void
+        )
         self._watches, self._loads, self._drops = [], [], []
+        self._must_void = False
         return plan
 
     def receive(self, report: Report) -> None:
@@ -149,6 +161,7 @@ class Consumer:
                 record.granted_count += 1
                 if record.granted_count == self._rank_count:
                     record.state = State.READY
+                    self._observe("kvferry_transfer_wait_seconds", record)
         for request_id, reason in report.refused:
             record = self._records.get(request_id)
             if record is not None and record.state in (State.CLAIMING, State.READY):
@@ -160,6 +173,7 @@ class Consumer:
             record = self._records.get(request_id)
             if record is not None and record.state is State.LOADING:
                 record.state = State.OVER
+                self._observe("kvferry_transfer_load_seconds", record)
                 self._count("failed" if request_id in failed else "loaded")
 
     def finished(self, request_id: str) -> bool:
@@ -180,6 +194,7 @@ class Consumer:
         """The engine is another one now (its weights have changed). Nothing is loaded any more for
         requests that came before; loads under way are failed by their ranks."""
         self._namespace = namespace
+        self._must_void = True
         for record in self._records.values():
             if record.state not in (State.OVER, State.LOADING):
                 self._finish(record, "namespace")
@@ -206,6 +221,9 @@ class Consumer:
             self._drops.append(record.request_id)
         record.state = State.OVER
         self._count(reason)
+
+    def _observe(self, name: str, record: Record) -> None:
+        self._metrics.observe(name, self._clock.now_s() - record.since_s)
 
     def _count(self, outcome: str) -> None:
         self._metrics.count("kvferry_transfer_requests_total", outcome=outcome)

@@ -89,6 +89,8 @@ class ConsumerRank:
         self._unloaders.order(self._step)
         if plan == ConsumerPlan():
             return
+        if plan.voids:
+            self.fail_all("reset")
         with self._lock:
             for load in plan.loads:
                 job = LoadJob(load, now_s + self._settings.read_deadline_s, self._step)

@@ -47,11 +47,13 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 
 class ConsumerPlan(msgspec.Struct, frozen=True, array_like=True):
     """One step. `drops`: requests that load nothing (more): those that are loading fail as soon as
-    nothing of them is being scattered."""
+    nothing of them is being scattered. `voids`: so do all that began before (the weights have
+    changed)."""
 
     watches: tuple[Watch, ...] = ()
     loads: tuple[Load, ...] = ()
     drops: tuple[str, ...] = ()
+    voids: bool = False
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True):

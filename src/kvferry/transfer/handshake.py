@@ -169,8 +169,11 @@ class Listener:
         mine: Compatibility,
         clock: Clock,
         metrics: Metrics,
+        engine_index: int = 0,
     ):
+        """`engine_index`: among data-parallel engines, which listen at consecutive ports."""
         self._settings = settings
+        self._engine_index = engine_index
         self._boot = boot
         self._mine = mine
         self._clock = clock
@@ -184,6 +187,7 @@ class Listener:
     def open(self) -> None:
         """Raises ConfigError if the address cannot be bound, or must not be."""
         host, port = self._settings.bind_host or "127.0.0.1", self._settings.bind_port
+        port += self._engine_index if port else 0
         check_addresses(self._settings)
         try:
             family, _, _, _, address = socket.getaddrinfo(

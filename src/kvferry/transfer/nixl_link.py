@@ -49,7 +49,8 @@ class _Read:
 
 
 class NixlLink:
-    """See `base` and the module. Threads: the owner's, and one of NIXL's own.
+    """See `base` and the module. Nothing moves on a transport without hardware for it but in calls
+    of the owner's, also what peers read: `poll` often.
 
     `backends`: of NIXL. `memory_type`: "DRAM" or "VRAM".
     """

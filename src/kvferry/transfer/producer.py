@@ -8,7 +8,7 @@ scheduler's.
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvferry import _native
@@ -31,17 +31,25 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The tokens whose KV is in the blocks, and what else went into it (`keys.encode_extras`)."""
+    """The tokens whose KV is in the blocks, and what else went into it (`keys.encode_extras`). An
+    engine's own prefixes may look for that when they are asked: it may be in files."""
 
     tokens: Sequence[int]
     extras: bytes = b""
 
+    def extras_of(self, token_count: int) -> bytes | None:
+        """Of the first tokens. None: nothing names them."""
+        return self.extras
 
-def prefix_key(namespace: bytes, prefix: Prefix, token_count: int) -> bytes:
-    """`keys.chunk_key` of the first `token_count` tokens as one chunk. Off the GIL but for turning
-    tokens into bytes."""
+
+def prefix_key(namespace: bytes, prefix: Prefix, token_count: int) -> bytes | None:
+    """`keys.chunk_key` of the first `token_count` tokens as one chunk; None if nothing names them.
+    Off the GIL but for turning tokens into bytes."""
+    extras = prefix.extras_of(token_count)
+    if extras is None:
+        return None
     tokens = array("I", prefix.tokens[:token_count]).tobytes()
-    return _native.chain_keys(namespace, ROOT_PARENT, tokens, token_count, [prefix.extras])
+    return _native.chain_keys(namespace, ROOT_PARENT, tokens, token_count, [extras])
 
 
 class Producer:
@@ -69,6 +77,10 @@ class Producer:
         kept until `ended` says so, and this is what the client gets; else None."""
         if not wants_remote_decode(params) or not prefix.tokens or not self._settings.secret:
             return None
+        key = prefix_key(self._identity.namespace, prefix, len(prefix.tokens))
+        if key is None:
+            self._metrics.count("kvferry_transfer_leases_total", outcome="unnamed")
+            return None
         block_count = sum(1 for table in tables for block in table if block >= 0)
         if self.held_block_count + block_count > self._settings.leased_blocks_max:
             self._metrics.count("kvferry_transfer_leases_total", outcome="no_room")
@@ -79,7 +91,7 @@ class Producer:
             self._settings.advertise_host,
             self._port,
             self._identity.namespace,
-            prefix_key(self._identity.namespace, prefix, len(prefix.tokens)),
+            key,
             len(prefix.tokens),
         )
         generation = self._clock.random_bytes(ID_BYTES)
@@ -105,6 +117,11 @@ class Producer:
         for request_id in request_ids:
             self._held_blocks.pop(request_id, None)
         self._metrics.set("kvferry_transfer_blocks_leased", self.held_block_count)
+
+    def rename(self, namespace: bytes) -> None:
+        """The engine is another one now (its weights have changed): what it offers from now on is
+        for those of that name. What it has offered stays what it was."""
+        self._identity = replace(self._identity, namespace=namespace)
 
     def may_reset(self) -> bool:
         """Whether the cache may be reset, the weights changed, the engine put to sleep: not while

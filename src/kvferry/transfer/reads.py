@@ -85,8 +85,9 @@ class Reads:
 
     @property
     def given_up_count(self) -> int:
-        """Reads that are out and that nobody waits for."""
-        return sum(not chunk.is_wanted for chunk in self._out.values())
+        """Reads that are out and that nobody waits for. Any thread: the engine's asks as well
+        while the mover posts, so what is counted is a copy, made at once."""
+        return sum(not chunk.is_wanted for chunk in list(self._out.values()))
 
     @property
     def quarantine_bytes(self) -> int:

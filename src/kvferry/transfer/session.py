@@ -8,11 +8,13 @@ one: nothing new is begun with it.
 
 Life of a session: READY with connection and tables, LOST when a read or message failed. Forgetting
 a connection is no fence for what was posted on it, so a lost session waits until all its reads have
-ended; then it is connected anew, with what the handshake said before.
+ended; then it is connected anew, with what the handshake said before. Meanwhile the peer is dialled
+again: if nobody answers, its process is gone and nobody need wait for it.
 
 One thread: the mover's.
 """
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +33,8 @@ from kvferry.transfer.plan import Lane, lanes, readers
 from kvferry.transfer.settings import Settings
 from kvferry.transfer.topology import RankLayout
 from kvferry.transfer.unload import Unloader, Unloaders
+
+log = logging.getLogger(__name__)
 
 DIALS_MAX = 8
 """Handshakes at a time."""
@@ -87,12 +91,14 @@ class Session:
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """`used_s`: when it was wanted last. `reason`: of AWAY and FOREIGN, for people."""
+    """`used_s`: when it was wanted last; `dialled_s`: when it was dialled last. `reason`: of AWAY
+    and FOREIGN, for people."""
 
     boot: bytes
     address: tuple[str, int]
     state: PeerState
     used_s: float
+    dialled_s: float = 0.0
     retry_s: float = 0.0
     reason: str = ""
     is_retired: bool = False
@@ -177,7 +183,7 @@ class Peers:
         peer.used_s = now_s
         dialing_count = sum(p.state is PeerState.DIALING for p in self._peers.values())
         if peer.state is PeerState.AWAY and now_s >= peer.retry_s and dialing_count < DIALS_MAX:
-            peer.state = PeerState.DIALING
+            peer.state, peer.dialled_s = PeerState.DIALING, now_s
             self._dialer.submit(offer)
         return peer
 
@@ -199,6 +205,9 @@ class Peers:
             session.state = SessionState.LOST
             session.retry_s = self._clock.now_s() + self._settings.redial_s
             self._metrics.count("kvferry_transfer_sessions_lost_total")
+            for peer in self._peers.values():
+                if session in peer.sessions.values() and peer.state is PeerState.KNOWN:
+                    peer.state, peer.retry_s = PeerState.AWAY, self._clock.now_s()
 
     def close(self) -> None:
         """Forgets all that no read hangs on."""
@@ -208,7 +217,7 @@ class Peers:
     def _dialled(self, peer: Peer, result: Introduction | Error) -> None:
         if isinstance(result, Introduction):
             try:
-                peer.sessions = self._sessions(result)
+                peer.sessions = peer.sessions or self._sessions(result)
                 peer.state, peer.reason = PeerState.KNOWN, ""
                 self._retire_others(peer)
             except (IncompatibleError, ConfigError) as error:
@@ -217,8 +226,12 @@ class Peers:
             is_foreign = isinstance(result, IncompatibleError | ConfigError)
             peer.state = PeerState.FOREIGN if is_foreign else PeerState.AWAY
             peer.retry_s = self._clock.now_s() + self._settings.redial_s
+            if peer.reason != str(result):
+                log.warning("no KV from the producer at %s port %d: %s", *peer.address, result)
             peer.reason = str(result)
         self._metrics.count("kvferry_transfer_handshakes_total", outcome=peer.state.value)
+        handshake_s = self._clock.now_s() - peer.dialled_s
+        self._metrics.observe("kvferry_transfer_handshake_seconds", handshake_s)
 
     def _retire_others(self, peer: Peer) -> None:
         """Who answers at an address is the process that is there now."""
@@ -244,7 +257,9 @@ class Peers:
     def _mend(self, peer: Peer, session: Session) -> None:
         """Connects a session that is not, if nothing is out on it."""
         now_s = self._clock.now_s()
-        if session.is_ready or session.reads_out or peer.is_retired or now_s < session.retry_s:
+        if peer.state is not PeerState.KNOWN or peer.is_retired:
+            return
+        if session.is_ready or session.reads_out or now_s < session.retry_s:
             return
         self._disconnect(session)
         try:

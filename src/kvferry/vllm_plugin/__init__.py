@@ -1,4 +1,5 @@
-"""The offload connector inside vLLM: the only place that imports vLLM.
+"""The connectors inside vLLM: the only place that imports vLLM. This folder is the offload
+connector, `pd/` the transfer connector (files of the same names), which shares what it can.
 
 connector   the class that vLLM makes, once per role; delegates, never thinks
 facade      the edge where our errors end
@@ -14,14 +15,20 @@ stats       counters, on their way to vLLM's metrics
 """
 
 CONNECTOR = "FerryStoreConnector"
+TRANSFER_CONNECTOR = "FerryTransferConnector"
+MODULES = {
+    CONNECTOR: "kvferry.vllm_plugin.connector",
+    TRANSFER_CONNECTOR: "kvferry.vllm_plugin.pd.connector",
+}
 
 
 def register() -> None:
-    """Entry point of the group `vllm.general_plugins`: makes the connector known by its class
-    name. vLLM calls it in every process, possibly several times."""
+    """Entry point of the group `vllm.general_plugins`: makes the connectors known by their class
+    names. vLLM calls it in every process, possibly several times."""
     from vllm.distributed.kv_transfer.kv_connector.factory import (  # noqa: PLC0415
         KVConnectorFactory,
     )
 
-    if CONNECTOR not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(CONNECTOR, "kvferry.vllm_plugin.connector", CONNECTOR)
+    for name, module in MODULES.items():
+        if name not in KVConnectorFactory._registry:
+            KVConnectorFactory.register_connector(name, module, name)

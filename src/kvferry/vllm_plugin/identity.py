@@ -91,7 +91,7 @@ def _local_part(
     spec = versions.layer_specs(group)[0]
     heads = heads_of(group, vllm_config.model_config, rank)
     window = spec.sliding_window if group_kind(group) == "sliding window" else None
-    layers = _layers(vllm_config, group, kv_cache_config.num_blocks, kv_caches, heads)
+    layers = layers_of(vllm_config, group, kv_cache_config.num_blocks, kv_caches, heads)
     block_tokens = group.kv_cache_spec.block_size
     block_head_bytes = sum(layer.region.block_head_bytes for layer in layers)
     chunk_tokens = chunk_tokens_of(
@@ -158,17 +158,18 @@ def describe(record: Mapping[str, Field]) -> str:
     return json.dumps(record, default=lambda value: value.hex(), sort_keys=True)
 
 
-def _layers(
+def layers_of(
     vllm_config: Any,
     group: Any,
     block_count: int,
     kv_caches: Mapping[str, torch.Tensor],
     heads: Heads,
 ) -> list[Layer]:
-    """The layers of a group that have a cache of their own, in the order of a page."""
+    """The layers of a group that have a cache of their own, in the order of a page. Raises
+    ConfigError."""
     modules = versions.attention_layers(vllm_config, group.layer_names)
     layers: dict[int, Layer] = {}
-    for name in sorted(group.layer_names, key=_natural):
+    for name in sorted(group.layer_names, key=natural):
         cache = as_blocks(name, kv_caches[name])
         if cache.data_ptr() not in layers:
             spec = versions.layer_spec(group.kv_cache_spec, name)
@@ -211,7 +212,7 @@ def _check(found: Region, cache: torch.Tensor, spec: Any, heads: Heads) -> None:
         )
 
 
-def _natural(name: str) -> Sequence[tuple[int, str]]:
+def natural(name: str) -> Sequence[tuple[int, str]]:
     """Layer 2 before layer 10."""
     return [
         (int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", name)

@@ -18,19 +18,36 @@ GROUP_KINDS = {
 QUANTISATIONS = ("NONE", "FP8_PER_TENSOR")
 SPECULATIONS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")
 
+Reasons = Callable[[], Iterator[str]]
+
 FAILURE_POLICY_LINE = '"kv_load_failure_policy": "recompute"'
 
 
 def check(config: Config, vllm_config: Any, kv_cache_config: Any, version: tuple[int, int]) -> None:
     """Raises ConfigError for the first thing that is refused."""
-    reasons: list[Callable[[], Iterator[str]]] = [
+    refuse(
         lambda: _role(vllm_config.kv_transfer_config),
-        lambda: _failure_policy(config, vllm_config.kv_transfer_config),
+        lambda: failure_policy(
+            config, vllm_config.kv_transfer_config, "a page that cannot be read"
+        ),
+        *of_engine(config, vllm_config, kv_cache_config, version),
+    )
+
+
+def of_engine(
+    config: Any, vllm_config: Any, kv_cache_config: Any, version: tuple[int, int]
+) -> list[Reasons]:
+    """What both connectors refuse. `config`: with `allow_weight_updates`."""
+    return [
         lambda: _weight_updates(config, vllm_config),
         lambda: _parallelism(vllm_config.parallel_config),
         lambda: _engine(vllm_config),
         lambda: _groups(kv_cache_config.kv_cache_groups, version),
     ]
+
+
+def refuse(*reasons: Reasons) -> None:
+    """Raises ConfigError for the first reason that there is."""
     for reason in reasons:
         for message in reason():
             raise ConfigError("vllm.refused", message)
@@ -61,16 +78,17 @@ def _role(transfer: Any) -> Iterator[str]:
         yield f'kv_role is "{transfer.kv_role}": the offload connector needs "kv_role": "kv_both"'
 
 
-def _failure_policy(config: Config, transfer: Any) -> Iterator[str]:
+def failure_policy(config: Any, transfer: Any, failure: str) -> Iterator[str]:
+    """`config`: with `allow_failed_requests`; `failure`: what would fail a request."""
     if transfer.kv_load_failure_policy == "fail" and not config.allow_failed_requests:
         yield (
-            'kv_load_failure_policy is "fail", vLLM\'s default: a page that cannot be read would'
+            f'kv_load_failure_policy is "fail", vLLM\'s default: {failure} would'
             " fail its request instead of being computed again. Add to --kv-transfer-config:"
             f" {FAILURE_POLICY_LINE}"
         )
 
 
-def _weight_updates(config: Config, vllm_config: Any) -> Iterator[str]:
+def _weight_updates(config: Any, vllm_config: Any) -> Iterator[str]:
     """vLLM does not tell a connector that weights have changed, only that its cache is void."""
     updates = getattr(vllm_config, "weight_transfer_config", None)
     if updates is not None and not config.allow_weight_updates:
@@ -130,7 +148,7 @@ def _model(vllm_config: Any) -> Iterator[str]:
 
 def _groups(groups: list[Any], version: tuple[int, int]) -> Iterator[str]:
     if not groups:
-        yield "this model has no KV cache: there is nothing to offload"
+        yield "this model has no KV cache: there is nothing to move"
     if len(groups) > 1 and version < versions.SEVERAL_GROUPS_FIRST:
         yield (
             f"this model has {len(groups)} cache groups: vLLM before 0.30 cannot report a failed"

@@ -12,13 +12,30 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from kvferry.metric_table import METRICS, Kind
+from kvferry.metric import Kind
+from kvferry.metric_table import METRICS
 from kvferry.metrics import Exporter, Snapshot, merge
 from kvferry.vllm_plugin.versions import SubscriptableStats
 
 PREFIX = "vllm:"
 """With it, vLLM treats these metrics as its own, also when an engine follows another one in the
 same process."""
+
+TRANSFER = "kvferry_transfer_"
+CONDITIONS = (
+    "kvferry_internal_errors_total",
+    "kvferry_standing_aside",
+    "kvferry_namespace_resets_total",
+)
+"""What either connector may have to say; an engine may have both."""
+
+STORE_NAMES = {name: PREFIX + name for name in METRICS if not name.startswith(TRANSFER)}
+TRANSFER_NAMES = {
+    name: PREFIX + TRANSFER + name.removeprefix(TRANSFER).removeprefix("kvferry_")
+    for name in METRICS
+    if name.startswith(TRANSFER) or name in CONDITIONS
+}
+"""How the metrics of each connector are called where vLLM shows them."""
 
 
 class Stats(SubscriptableStats):
@@ -44,7 +61,8 @@ class Stats(SubscriptableStats):
 
 
 class PrometheusMetrics(KVConnectorPromMetrics):
-    """Shows the snapshots to Prometheus, in the process that serves vLLM's metrics."""
+    """Shows the snapshots to Prometheus, in the process that serves vLLM's metrics. `names`: what
+    is shown, and how it is called."""
 
     def __init__(
         self,
@@ -52,18 +70,12 @@ class PrometheusMetrics(KVConnectorPromMetrics):
         metric_types: Mapping[type, type],
         label_names: list[str],
         label_values: dict[int, list[object]],
+        names: Mapping[str, str] = STORE_NAMES,
     ):
         super().__init__(vllm_config, metric_types, label_names, label_values)
         self._exporter = Exporter(
-            _named(self._counter_cls),
-            _named(self._gauge_cls),
-            _named(self._histogram_cls),
-            label_names,
+            self._counter_cls, self._gauge_cls, self._histogram_cls, label_names, names
         )
 
     def observe(self, transfer_stats_data: Snapshot, engine_idx: int = 0) -> None:
         self._exporter.observe(transfer_stats_data, self.per_engine_labelvalues[engine_idx])
-
-
-def _named(metric_class: Any) -> Any:
-    return lambda *, name, **arguments: metric_class(name=PREFIX + name, **arguments)

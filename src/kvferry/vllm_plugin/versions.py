@@ -52,9 +52,11 @@ def reports_failed_loads() -> bool:
     return hasattr(connector_base, "KVConnectorTransferResults")
 
 
-def transfer_results(done: set[str], failed: set[str]) -> Any:
-    """What `get_transfer_results` returns, from 0.30 on."""
-    return connector_base.KVConnectorTransferResults(finished_recving=done, failed_recving=failed)
+def transfer_results(done: set[str], failed: set[str], sent: set[str] = frozenset()) -> Any:
+    """What `get_transfer_results` returns, from 0.30 on. `sent`: whose blocks may be freed."""
+    return connector_base.KVConnectorTransferResults(
+        finished_sending=set(sent), finished_recving=done, failed_recving=failed
+    )
 
 
 def attention_layers(vllm_config: Any, layer_names: Sequence[str]) -> dict[str, Any]:
@@ -171,7 +173,7 @@ class SubscriptableStats(KVConnectorStats):
         return getattr(self, name)
 
 
-def cache_hit_source() -> Any:
-    """How vLLM labels our hits, from 0.32 on: the tier is a disk."""
+def cache_hit_source(tier: str = "DISK") -> Any:
+    """How vLLM labels our hits, from 0.32 on."""
     source = getattr(connector_base, "CacheHitSource", None)
-    return None if source is None else source.DISK
+    return None if source is None else source[tier]

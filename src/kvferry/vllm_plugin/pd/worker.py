@@ -1,0 +1,160 @@
+"""The worker role: what vLLM's worker says, to the ranks. One thread: the worker's."""
+
+import threading
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed
+from vllm.distributed.parallel_state import get_tp_group
+
+from kvferry.clock import Clock
+from kvferry.device.host import HostCopier
+from kvferry.metrics import Metrics
+from kvferry.transfer.compatibility import Compatibility
+from kvferry.transfer.halves import Finished, Report
+from kvferry.transfer.lease import CLOCK_DRIFT_MAX
+from kvferry.transfer.nixl_link import NixlLink
+from kvferry.transfer.settings import Settings
+from kvferry.transfer.topology import RankLayout
+from kvferry.transfer.workers import ConsumerWorker, ProducerWorker
+from kvferry.vllm_plugin.identity import Rank
+from kvferry.vllm_plugin.pd import refusals
+from kvferry.vllm_plugin.pd.identity import rank_identity, storages
+from kvferry.vllm_plugin.pd.messages import Plans, Ready, encode
+from kvferry.vllm_plugin.weights import model_record
+from kvferry.vllm_plugin.worker import this_rank
+
+
+class Collected(NamedTuple):
+    """Loads that ended, and requests whose lease is over at this rank."""
+
+    loads: Finished = Finished()
+    ended: frozenset[str] = frozenset()
+
+
+class WorkerRole:
+    """Life: `register` once, then for each step `before_step`, `collect`, `report`; `close` at the
+    end. Keeps the tensors alive whose addresses peers know."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        clock: Clock,
+        metrics: Metrics,
+    ):
+        self._settings = settings
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._clock = clock
+        self._metrics = metrics
+        self._kv_caches: Mapping[str, torch.Tensor] = {}
+        self._producer: ProducerWorker | None = None
+        self._consumer: ConsumerWorker | None = None
+        self._was_full = False
+        self.ready: Ready | None = None
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Opens the ranks over the engine's memory. Raises ConfigError."""
+        refusals.check_memory({tensor.device.type for tensor in kv_caches.values()})
+        self._kv_caches = dict(kv_caches)
+        rank = this_rank()
+        model = model_record(self._settings, self._vllm_config)
+        identity = rank_identity(self._vllm_config, self._kv_cache_config, kv_caches, rank, model)
+        transfer, end = self._vllm_config.kv_transfer_config, None
+        if transfer.is_kv_producer:
+            end = self._open_producer(identity.layout)
+        if transfer.is_kv_consumer:
+            self._open_consumer(identity.layout, Compatibility(identity.fields), rank)
+        self.ready = Ready(rank.index, identity.fields, identity.namespace, end)
+
+    def _open_producer(self, layout: RankLayout) -> Any:
+        self._producer = ProducerWorker(
+            self._settings,
+            self._clock,
+            self._metrics,
+            NixlLink(self._clock),
+            layout,
+            storages(self._kv_caches),
+        )
+        end = self._producer.open()
+        self._producer.start()
+        return end
+
+    def _open_consumer(self, layout: RankLayout, compatibility: Compatibility, rank: Rank) -> None:
+        self._consumer = ConsumerWorker(
+            self._settings,
+            self._clock,
+            self._metrics,
+            NixlLink(self._clock),
+            layout,
+            all_layouts(layout, rank),
+            compatibility,
+            lambda regions, geometry: HostCopier(regions, geometry, 1),
+        )
+        self._consumer.open()
+        self._consumer.start()
+
+    def before_step(self, plans: Plans) -> None:
+        if self._producer is not None:
+            self._producer.rank.begin(plans.producer)
+        if self._consumer is not None:
+            self._consumer.rank.begin(plans.consumer)
+        if plans != Plans():
+            self._wake()
+
+    def collect(self) -> Collected:
+        loads = self._consumer.rank.collect() if self._consumer is not None else Finished()
+        ended = self._producer.rank.take_ended() if self._producer is not None else ()
+        return Collected(loads, frozenset(ended))
+
+    def report(self) -> bytes | None:
+        """None if there is nothing new to say."""
+        if self._consumer is None:
+            return None
+        report = self._consumer.rank.report()
+        is_news = report != Report() or self._was_full
+        self._was_full = report.is_full
+        return encode(report) if is_news else None
+
+    def abandon(self) -> None:
+        """Nothing is scattered any more that was not already being scattered, then `close`."""
+        if self._consumer is not None:
+            self._consumer.rank.fail_all("internal")
+        self.close()
+
+    def close(self) -> None:
+        """Waits a few seconds for reads that are out. Idempotent. Blocks that others were promised
+        stay as they are until their leases are over, also if the process lives on."""
+        consumer, self._consumer = self._consumer, None
+        producer, self._producer = self._producer, None
+        if consumer is not None:
+            consumer.close()
+        if producer is not None:
+            producer.close()
+            if not producer.rank.is_idle:
+                keep_alive(self._kv_caches, self._settings.lease_s * (1 + CLOCK_DRIFT_MAX))
+        self._kv_caches = {}
+
+    def _wake(self) -> None:
+        for worker in (self._producer, self._consumer):
+            if worker is not None:
+                worker.mover.wake()
+
+
+def keep_alive(kv_caches: Mapping[str, torch.Tensor], duration_s: float) -> None:
+    """Nobody renews leases any more, and nobody writes to these tensors."""
+    timer = threading.Timer(duration_s, lambda _: None, (kv_caches,))
+    timer.daemon = True
+    timer.start()
+
+
+def all_layouts(mine: RankLayout, rank: Rank) -> tuple[RankLayout, ...]:
+    """Of all ranks of this engine, in order. All ranks call it."""
+    if rank.count == 1:
+        return (mine,)
+    found: list[RankLayout | None] = [None] * rank.count
+    torch.distributed.all_gather_object(found, mine, group=get_tp_group().cpu_group)
+    return tuple(found)
