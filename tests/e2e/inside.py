@@ -65,7 +65,7 @@ class Worker:
     def ferry_pages(self, how: str, late_s: float) -> None:
         mover = _mover()
         pages = _disturb(mover._pages, how, late_s)
-        for user in (mover, mover._loads, mover._stores):
+        for user in (mover, mover._loads, mover._stores, mover.trial):
             user._pages = pages
 
     def ferry_catalog(self, how: str) -> None:
@@ -86,12 +86,12 @@ class Worker:
 
 
 def scheduler_pages(engine: Any, how: str, late_s: float) -> None:
-    room = _planner(engine)._room
-    room._pages = _disturb(room._pages, how, late_s)
+    room = _planner(engine)._supply._room
+    room._pages = room._growth._pages = _disturb(room._pages, how, late_s)
 
 
 def scheduler_catalog(engine: Any, how: str) -> None:
-    _disturb_catalog(_planner(engine)._room._catalog, how)
+    _disturb_catalog(_planner(engine)._supply._room._catalog, how)
 
 
 def scheduler_state(engine: Any) -> dict[str, int]:
