@@ -66,6 +66,14 @@ class Agent:
         if missing:
             raise ConfigError("nixl.backend", f"NIXL has no backend {', '.join(missing)} here")
 
+    def plugins(self) -> dict[str, list[str]]:
+        """What NIXL brings, by name, with the memory that each moves here: none where its own
+        libraries are missing. Loads them all."""
+        return {
+            name: [kind.removesuffix("_SEG") for kind in self._agent.get_plugin_mem_types(name)]
+            for name in self._call(self._agent.get_plugin_list)
+        }
+
     def register(self, address: int, length_bytes: int) -> Handle:
         return self._call(
             self._agent.register_memory, [(address, length_bytes, 0, "")], self._memory_type

@@ -2,25 +2,20 @@
 
 Three engines, each in a process of its own, one after the other: A reads a document and answers a
 question, B answers another question about it from the store, and B again without the store, for
-comparison. Everything that is claimed is checked, and the exit code says so.
+comparison.
 """
 
-import json
-import subprocess
-import sys
 import tempfile
-from dataclasses import asdict, dataclass
-from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from kvferry.cli import output, smollm
-from kvferry.config import cache_folder, child_environment
-from kvferry.errors import InternalError
+from kvferry.cli import demo_asking, options, output, smollm
+from kvferry.cli.demo_asking import Told
+from kvferry.clock import SystemClock
+from kvferry.config import cache_folder
 
 QUESTIONS = (
     "How many passengers does the Guillemot take?",
@@ -28,24 +23,11 @@ QUESTIONS = (
 )
 CHUNK_TOKENS = 64
 RATIO_MAX = 0.25
-ENGINE_TIMEOUT_S = 600
 STORE_WAIT_S = 2.0  # engine A goes idle before it ends, as a server would
 
 
-@dataclass(frozen=True)
-class Told:
-    """What one engine said."""
-
-    engine: str
-    prompt_ids: list[int]
-    loaded_tokens: int
-    first_token_s: float
-    token_ids: list[int]
-    text: str
-
-
 def demo(
-    as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+    as_json: options.AsJson = False,
     keep: Annotated[Path | None, typer.Option(help="Keep the store in this folder.")] = None,
 ) -> None:
     """Two engines share one KV cache: time to first token with and without. Exit code 1 if what
@@ -55,13 +37,17 @@ def demo(
     with tempfile.TemporaryDirectory(prefix="kvferry-demo-") as scratch:
         store = keep or Path(scratch) / "store"
         engines = _run(console, model, store, Path(scratch))
-    problems = _problems(engines)
-    if as_json:
-        print(json.dumps({"engines": [asdict(told) for told in engines], "problems": problems}))
-    else:
-        console.print(_table(engines))
-        _print_verdict(console, engines, problems)
-    raise typer.Exit(1 if problems else 0)
+    _, warm, plain = engines
+    times = plain.first_token_s / warm.first_token_s
+    title = "SmolLM2-135M reads a handbook; another engine answers from its KV cache"
+    demo_asking.report(
+        console,
+        as_json,
+        engines,
+        _problems(engines),
+        demo_asking.table(title, "tokens loaded", engines),
+        f"Same answer, token by token; the first one {times:.1f} times sooner.",
+    )
 
 
 def _run(console: Console, model: Path, store: Path, scratch: Path) -> list[Told]:
@@ -86,44 +72,13 @@ def _run(console: Console, model: Path, store: Path, scratch: Path) -> list[Told
     ]
     engines = []
     for name, question, transfer in plan:
-        with console.status(f"engine {name}: starts in its own process and reads the handbook"):
-            engines.append(_ask(name, model, question, transfer, scratch))
+        with (
+            console.status(f"engine {name}: starts in its own process and reads the handbook"),
+            demo_asking.running(name, model, transfer, scratch / "engine.log") as engine,
+        ):
+            engines.append(engine.ask(demo_asking.prompt_of(question)))
+            SystemClock().sleep(STORE_WAIT_S if transfer else 0.0)
     return engines
-
-
-def _ask(name: str, model: Path, question: str, transfer: Any, scratch: Path) -> Told:
-    handbook = files("kvferry.cli").joinpath("data/handbook.txt").read_text()
-    job = {
-        "model": str(model),
-        "prompt": _prompt(handbook, question),
-        "kv_transfer_config": transfer,
-        "wait_s": STORE_WAIT_S if transfer else 0,
-    }
-    log = scratch / "engine.log"
-    with log.open("w") as errors:
-        done = subprocess.run(
-            [sys.executable, "-m", "kvferry.cli.demo_engine"],
-            input=json.dumps(job),
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            timeout=ENGINE_TIMEOUT_S,
-            check=False,
-            env=child_environment(
-                VLLM_ENABLE_V1_MULTIPROCESSING="0",
-                VLLM_CPU_KVCACHE_SPACE="1",
-                VLLM_LOGGING_LEVEL="WARNING",
-                VLLM_NO_USAGE_STATS="1",
-                HF_HUB_OFFLINE="1",
-            ),
-        )
-    if done.returncode or not done.stdout:
-        raise InternalError("demo.engine", f"engine {name} died:\n{log.read_text()[-3000:]}")
-    return Told(engine=name, **json.loads(done.stdout))
-
-
-def _prompt(handbook: str, question: str) -> str:
-    return f"<|im_start|>user\n{handbook}\n\n{question}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def _problems(engines: list[Told]) -> list[str]:
@@ -147,26 +102,3 @@ def _common_tokens(first: Told, warm: Told) -> int:
     pairs = zip(first.prompt_ids, warm.prompt_ids, strict=False)
     shared = next((i for i, (one, other) in enumerate(pairs) if one != other), 0)
     return shared // CHUNK_TOKENS * CHUNK_TOKENS
-
-
-def _table(engines: list[Told]) -> Table:
-    table = Table(title="SmolLM2-135M reads a handbook; another engine answers from its KV cache")
-    for title in ("engine", "prompt tokens", "tokens loaded", "first token"):
-        table.add_column(title, justify="left" if title == "engine" else "right")
-    table.add_column("answer", min_width=30)
-    for told in engines:
-        first_token = f"{told.first_token_s:.2f} s"
-        numbers = (str(len(told.prompt_ids)), str(told.loaded_tokens), first_token)
-        table.add_row(told.engine, *numbers, told.text)
-    return table
-
-
-def _print_verdict(console: Console, engines: list[Told], problems: list[str]) -> None:
-    _, warm, plain = engines
-    for problem in problems:
-        console.print(f"[red]wrong:[/] {problem}")
-    if not problems:
-        times = plain.first_token_s / warm.first_token_s
-        console.print(
-            f"[green]Same answer, token by token; the first one {times:.1f} times sooner.[/]"
-        )

@@ -1,76 +1,76 @@
-"""One engine of the demo, in a process of its own: a question on standard input, an answer out.
+"""One engine of a demo, in a process of its own: see `engine_process`.
 
-    python -m kvferry.cli.demo_engine < {"model": ..., "prompt": ..., "kv_transfer_config": ...}
-
-The reply is one line of JSON: prompt token ids, tokens that vLLM says it loaded from outside, time
-to first token in seconds, token ids and text of the answer.
+It answers as `engine_program` does; the operations are the methods of `DemoEngine`.
 """
 
-import json
-import os
-import sys
+from collections.abc import Mapping
 from typing import Any
 
-from kvferry.clock import SystemClock
+from kvferry.cli.engine_program import serve
+from kvferry.clock import Clock, SystemClock
 
-ANSWER_TOKENS_MAX = 32
 EXTERNAL_HITS = "vllm:external_prefix_cache_hits"
 
 
-def answer(job: dict[str, Any]) -> dict[str, Any]:
-    """Starts an engine, warms it up on other tokens, asks once, shuts it down."""
-    from vllm import LLM, SamplingParams  # noqa: PLC0415 - takes many seconds
+class DemoEngine:
+    """One engine, asked from one thread."""
 
-    options = {"kv_transfer_config": job["kv_transfer_config"]} if job["kv_transfer_config"] else {}
-    engine = LLM(
-        model=job["model"],
-        dtype="float32",
-        block_size=32,
-        max_model_len=4096,
-        enforce_eager=True,
-        disable_log_stats=False,
-        **options,
-    )
-    sampling = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS_MAX)
-    engine.generate("Hello", SamplingParams(max_tokens=2), use_tqdm=False)
-    reply = _ask(engine, job["prompt"], sampling)
-    reply["loaded_tokens"] = _counter(engine, EXTERNAL_HITS)
-    if job["wait_s"]:
-        SystemClock().sleep(job["wait_s"])
-    engine.llm_engine.engine_core.shutdown()
-    return reply
+    def __init__(self, clock: Clock):
+        self._clock = clock
+        self._engine: Any = None
 
+    def open(self, model: str, kv_transfer_config: Mapping[str, Any] | None) -> None:
+        """Starts it and warms it up on tokens that nobody asks for."""
+        from vllm import LLM, SamplingParams  # noqa: PLC0415 - takes many seconds
 
-def _ask(engine: Any, prompt: str, sampling: Any) -> dict[str, Any]:
-    clock = SystemClock()
-    core = engine.llm_engine
-    started_s = clock.now_s()
-    core.add_request("question", prompt, sampling)
-    first_token_s, output = None, None
-    while core.has_unfinished_requests():
-        for output in core.step():
-            if first_token_s is None and output.outputs[0].token_ids:
-                first_token_s = clock.now_s() - started_s
-    chosen = output.outputs[0]
-    return {
-        "prompt_ids": list(output.prompt_token_ids),
-        "first_token_s": first_token_s,
-        "token_ids": list(chosen.token_ids),
-        "text": chosen.text.strip(),
-    }
+        options = {"kv_transfer_config": kv_transfer_config} if kv_transfer_config else {}
+        self._engine = LLM(
+            model=model,
+            dtype="float32",
+            block_size=32,
+            max_model_len=4096,
+            enforce_eager=True,
+            disable_log_stats=False,
+            **options,
+        )
+        self._engine.generate("Hello", SamplingParams(max_tokens=2), use_tqdm=False)
 
+    def ask(
+        self, prompt: str, answer_tokens_max: int, transfer: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        """The greedy answer, the seconds to its first token, the tokens that vLLM says it loaded
+        from outside for it. `transfer`: kv_transfer_params, here and in the reply."""
+        from vllm import SamplingParams  # noqa: PLC0415
 
-def _counter(engine: Any, name: str) -> int:
-    return int(sum(metric.value for metric in engine.get_metrics() if metric.name == name))
+        extra = {"kv_transfer_params": dict(transfer)} if transfer else None
+        sampling = SamplingParams(temperature=0.0, max_tokens=answer_tokens_max, extra_args=extra)
+        loaded_tokens = self._counter(EXTERNAL_HITS)
+        core = self._engine.llm_engine
+        started_s = self._clock.now_s()
+        core.add_request("question", prompt, sampling)
+        first_token_s, output = None, None
+        while core.has_unfinished_requests():
+            for output in core.step():
+                if first_token_s is None and output.outputs[0].token_ids:
+                    first_token_s = self._clock.now_s() - started_s
+        chosen = output.outputs[0]
+        return {
+            "prompt_ids": list(output.prompt_token_ids),
+            "loaded_tokens": self._counter(EXTERNAL_HITS) - loaded_tokens,
+            "first_token_s": first_token_s,
+            "token_ids": list(chosen.token_ids),
+            "text": chosen.text.strip(),
+            "transfer": output.kv_transfer_params,
+        }
 
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.llm_engine.engine_core.shutdown()
 
-def main() -> None:
-    """What vLLM prints on standard output goes to standard error."""
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    replies.write(json.dumps(answer(json.load(sys.stdin))) + "\n")
-    replies.flush()
+    def _counter(self, name: str) -> int:
+        metrics = self._engine.get_metrics()
+        return int(sum(metric.value for metric in metrics if metric.name == name))
 
 
 if __name__ == "__main__":
-    main()
+    serve(lambda: {"": DemoEngine(SystemClock())})

@@ -8,10 +8,18 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from kvferry.cli import engine_checks, machine_checks, options, output, store_checks
+from kvferry.cli import (
+    engine_checks,
+    machine_checks,
+    options,
+    output,
+    store_checks,
+    transfer_checks,
+)
 from kvferry.cli.finding import Finding, State, warning
 from kvferry.config import Config, split_url
 from kvferry.errors import ConfigError
+from kvferry.vllm_plugin import TRANSFER_CONNECTOR
 
 _MARKS = {
     State.PASSED: "[green]passed [/green]",
@@ -26,10 +34,14 @@ def doctor(
         str | None,
         typer.Option("--kv-transfer-config", help="The JSON that you give to vLLM."),
     ] = None,
+    is_transfer: Annotated[
+        bool,
+        typer.Option("--transfer", help="Whether NIXL moves bytes here, and how fast."),
+    ] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Check this machine, a store's folder and the JSON given to vLLM; say what to do."""
-    findings = list(examine(pages, transfer_config))
+    findings = list(examine(pages, transfer_config, is_transfer))
     if as_json:
         output.print_json(findings)
     else:
@@ -38,7 +50,9 @@ def doctor(
         raise typer.Exit(output.WRONG)
 
 
-def examine(pages: str | None, transfer_config: str | None) -> Iterator[Finding]:
+def examine(
+    pages: str | None, transfer_config: str | None, is_transfer: bool = False
+) -> Iterator[Finding]:
     """All findings, in the order in which one would mend them."""
     yield machine_checks.check_python()
     yield machine_checks.check_native()
@@ -48,6 +62,8 @@ def examine(pages: str | None, transfer_config: str | None) -> Iterator[Finding]
     transfer = engine_checks.decode_transfer_config(transfer_config) if transfer_config else None
     if transfer is not None:
         yield from engine_checks.check_transfer_config(transfer)
+    if is_transfer:
+        yield from _check_transfer(transfer)
     named = _named_config(transfer)
     config = options.store_config(pages) if pages else named
     if pages and named is not None and config is not None:
@@ -60,6 +76,13 @@ def examine(pages: str | None, transfer_config: str | None) -> Iterator[Finding]
         config = named
     if config is not None:
         yield from store_checks.check_store(config)
+
+
+def _check_transfer(transfer: dict[str, Any] | None) -> Iterator[Finding]:
+    """Settings are checked already where the JSON names the connector."""
+    if engine_checks.own_config(transfer or {}, TRANSFER_CONNECTOR) is None:
+        yield from transfer_checks.check_settings({}, None)
+    yield from transfer_checks.check_nixl(transfer_checks.installed_nixl())
 
 
 def _place(config: Config) -> tuple[str, Path]:

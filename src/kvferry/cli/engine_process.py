@@ -1,6 +1,7 @@
 """An engine in a process of its own, from the side that asks: one line of JSON for each call.
 
-The other side is `engine_program`. What it prints, and what it dies of, is in its log.
+The other side is `engine_program`, or another program that serves as it does. What it prints, and
+what it dies of, is in its log.
 """
 
 import contextlib
@@ -9,6 +10,7 @@ import re
 import select
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +21,35 @@ from kvferry.errors import UnavailableError
 ANSWER_S = 300.0
 """For the longest call: the start of an engine on a machine where nothing is cached."""
 END_S = 30.0
+PROGRAM = "kvferry.cli.engine_program"
 TAIL_BYTES = 4000
 ERRORS_MAX = 3
 
 
 class EngineProcess:
-    """Starts with `start`; one thread. After an error of a call it is gone."""
+    """Starts with `start`; one thread. After an error of a call it is gone. `environment`: more
+    variables for it."""
 
-    def __init__(self, log: Path, clock: Clock, answer_s: float = ANSWER_S):
+    def __init__(
+        self,
+        log: Path,
+        clock: Clock,
+        answer_s: float = ANSWER_S,
+        program: str = PROGRAM,
+        environment: Mapping[str, str] | None = None,
+    ):
         self._log = log
         self._clock = clock
         self._answer_s = answer_s
+        self._program = program
+        self._environment = environment or {}
         self._process: subprocess.Popen[bytes] | None = None
         self._input = b""
 
     def start(self) -> None:
         with self._log.open("wb") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvferry.cli.engine_program"],
+                [sys.executable, "-m", self._program],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -49,6 +62,7 @@ class EngineProcess:
                     VLLM_NO_USAGE_STATS="1",
                     HF_HUB_OFFLINE="1",
                     PYTHONHASHSEED="0",  # vLLM's own file tier finds nothing of others otherwise
+                    **self._environment,
                 ),
             )
 
