@@ -15,10 +15,11 @@ FAST_INSTALLED := $(FAST)/.installed
 REQUIREMENTS := $(wildcard requirements/*.txt)
 NATIVE := pyproject.toml $(wildcard native/*)
 
-.PHONY: help demo test test-fast test-all test-version bench lint docs clean
+.PHONY: help demo demo-pd test test-fast test-all test-version bench lint docs clean
 
 help:
 	@echo "make demo       two engines share one KV cache: the whole thing in a table"
+	@echo "make demo-pd    a prompt computed in one engine, answered by another"
 	@echo "make test       all tests that a machine without a GPU can run"
 	@echo "make test-fast  the tests that need neither vLLM nor a compiler, in a minute"
 	@echo "make test-all   everything, the slow ones as well; keeps benchmarks/test-all.txt"
@@ -29,6 +30,9 @@ help:
 
 demo: $(BUILT)
 	$(VENV)/bin/kvferry demo
+
+demo-pd: $(BUILT)
+	$(VENV)/bin/kvferry pd demo
 
 test: $(BUILT)
 	$(VENV)/bin/python -m pytest --durations=15

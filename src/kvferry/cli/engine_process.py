@@ -22,13 +22,23 @@ ANSWER_S = 300.0
 """For the longest call: the start of an engine on a machine where nothing is cached."""
 END_S = 30.0
 PROGRAM = "kvferry.cli.engine_program"
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONHASHSEED": "0",  # vLLM's own file tier finds nothing of others otherwise
+}
 TAIL_BYTES = 4000
 ERRORS_MAX = 3
 
 
 class EngineProcess:
-    """Starts with `start`; one thread. After an error of a call it is gone. `environment`: more
-    variables for it."""
+    """Starts with `start`; one thread. After an error of a call it is gone. `environment`: what is
+    other than in `ENVIRONMENT`."""
 
     def __init__(
         self,
@@ -53,17 +63,7 @@ class EngineProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env=child_environment(
-                    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-                    VLLM_CPU_KVCACHE_SPACE="1",
-                    VLLM_CPU_OMP_THREADS_BIND="nobind",
-                    VLLM_LOGGING_LEVEL="WARNING",
-                    VLLM_LOGGING_STREAM="ext://sys.stderr",
-                    VLLM_NO_USAGE_STATS="1",
-                    HF_HUB_OFFLINE="1",
-                    PYTHONHASHSEED="0",  # vLLM's own file tier finds nothing of others otherwise
-                    **self._environment,
-                ),
+                env=child_environment(**{**ENVIRONMENT, **self._environment}),
             )
 
     def call(self, operation: str, **arguments: Any) -> Any:
