@@ -44,9 +44,18 @@ class Engine:
     def __init__(self, name: str, process: EngineProcess):
         self._name = name
         self._process = process
+        self._is_opening = False
 
-    def open(self, model: Path, kv_transfer_config: Mapping[str, Any] | None) -> None:
-        self._call("open", model=str(model), kv_transfer_config=kv_transfer_config)
+    def begin(self, model: Path, kv_transfer_config: Mapping[str, Any] | None) -> None:
+        """It opens from now on, which takes half a minute."""
+        self._process.send("open", model=str(model), kv_transfer_config=kv_transfer_config)
+        self._is_opening = True
+
+    def wait(self) -> None:
+        """Until it is open."""
+        if self._is_opening:
+            self._is_opening = False
+            self._receive("open")
 
     def ask(
         self,
@@ -55,13 +64,14 @@ class Engine:
         transfer: Mapping[str, Any] | None = None,
     ) -> Told:
         """`prompt`: of `prompt_of`; `transfer`: kv_transfer_params that it carries."""
+        self.wait()
         arguments = {"answer_tokens_max": answer_tokens_max, "transfer": transfer}
-        reply = self._call("ask", prompt=prompt, **arguments)
-        return Told(engine=self._name, **reply)
+        self._process.send("ask", prompt=prompt, **arguments)
+        return Told(engine=self._name, **self._receive("ask"))
 
-    def _call(self, operation: str, **arguments: Any) -> Any:
+    def _receive(self, operation: str) -> Any:
         try:
-            return self._process.call(operation, **arguments)
+            return self._process.receive(operation)
         except UnavailableError as error:
             message = f"engine {self._name} died: {error.message}"
             raise InternalError("demo.engine", message) from error
@@ -75,14 +85,14 @@ def running(
     log: Path,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Engine]:
-    """An engine that is ready to be asked; it is gone afterwards."""
+    """An engine that opens by itself and can be asked; it is gone afterwards."""
     process = EngineProcess(
         log, SystemClock(), ENGINE_TIMEOUT_S, "kvferry.cli.demo_engine", environment
     )
     process.start()
     try:
         engine = Engine(name, process)
-        engine.open(model, kv_transfer_config)
+        engine.begin(model, kv_transfer_config)
         yield engine
     finally:
         process.close()

@@ -69,11 +69,19 @@ class EngineProcess:
     def call(self, operation: str, **arguments: Any) -> Any:
         """What `MeasuredEngine.operation` returns. Raises UnavailableError, with the reason, if
         the process died of it or does not answer."""
+        self.send(operation, **arguments)
+        return self.receive(operation)
+
+    def send(self, operation: str, **arguments: Any) -> None:
+        """The first half of `call`: `receive` has to follow."""
         process = self._process
         assert process is not None and process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(json.dumps({"operation": operation, **arguments}).encode() + b"\n")
             process.stdin.flush()
+
+    def receive(self, operation: str) -> Any:
+        """The second half; errors as of `call`."""
         return json.loads(self._line(operation))
 
     def close(self) -> None:

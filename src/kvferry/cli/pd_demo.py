@@ -70,6 +70,7 @@ def _run(console: Console, model: Path, scratch: Path, clock: Clock) -> list[Tol
             "consumer", model, _config("kv_consumer"), scratch / "consumer.log", environment
         ) as consumer,
     ):
+        consumer.wait()
         prefilled = producer.ask(prompt, 1, {"do_remote_decode": True})
         answered = consumer.ask(prompt, transfer=prefilled.transfer)
     return [plain, prefilled, answered]
