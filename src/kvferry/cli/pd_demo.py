@@ -26,7 +26,8 @@ UNHURRIED = {"claim_deadline_s": 30.0, "read_deadline_s": 120.0, "lease_s": 120.
 ONE_MACHINE = {"UCX_TLS": "tcp,sm", "UCX_MODULES": "^ib"}
 """See docs/operations.md."""
 AS_A_SERVER = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-"""vLLM's core steps by itself, in a process of its own: a producer has to, after its answer."""
+"""vLLM's core steps by itself, in a process of its own: a producer has to, after its answer; the
+others do likewise, so that their times can be compared."""
 
 app = typer.Typer(help="Prefill here, decode there.", no_args_is_help=True)
 
@@ -56,7 +57,7 @@ def _run(console: Console, model: Path, scratch: Path, clock: Clock) -> list[Tol
     prompt = demo_asking.prompt_of(QUESTION, LINES)
     with (
         console.status("an engine alone: starts in its own process and reads the handbook"),
-        demo_asking.running("alone", model, None, scratch / "alone.log") as alone,
+        demo_asking.running("alone", model, None, scratch / "alone.log", AS_A_SERVER) as alone,
     ):
         plain = alone.ask(prompt)
     environment = {SECRET_VARIABLE: clock.random_bytes(SECRET_BYTES).hex()}
