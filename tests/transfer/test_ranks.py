@@ -296,6 +296,41 @@ def test_when_the_mover_stands_aside_every_load_ends(rig):
     assert rig.outcome("t") is False
 
 
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_copier_that_fails_ends_the_load_as_well(rig, which, monkeypatch):
+    """The page that it was to have is lost; the request is not."""
+
+    def refuse(pieces):
+        raise ValueError("what nobody expected")
+
+    rig.granted()
+    monkeypatch.setattr(rig.copiers[which], ("submit_gather", "submit_scatter")[which], refuse)
+    rig.load("r", (1, 2))
+    rig.mover._run()
+    assert rig.mover.has_failed
+    rig.collect()
+    assert rig.outcome("r") is False
+
+
+def test_a_peer_that_cannot_be_reached_yet_takes_no_memory(rig, monkeypatch):
+    """It is met again and again, each time with tables that must not pile up."""
+    table, attempts = rig.link.table, []
+
+    def away(peer, strides):
+        if peer is not None:
+            attempts.append(peer)
+            raise UnavailableError("link.peer", "it is gone")
+        return table(peer, strides)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.link, "table", away)
+        rig.plan(watches=[Watch("r", rig.hold())])
+        rig.rounds(5, step_s=1.0)
+    assert len(attempts) > 2 and rig.link._tables == {}
+    rig.clock.advance(SETTINGS.redial_s)
+    rig.granted("s", name="other")
+
+
 def test_when_the_producers_mover_stands_aside_leases_still_end(rig):
     rig.hold("a")
     rig.source_mover.step()

@@ -7,12 +7,17 @@ import threading
 import pytest
 
 from kvferry.clock import SystemClock
+from kvferry.errors import UnavailableError
 from kvferry.metrics import Metrics
 from kvferry.testing.clock import Chance
 from kvferry.testing.kv_memory import EngineShape
+from kvferry.transfer import workers
 from kvferry.transfer.halves import Load, Report, Watch
 from kvferry.transfer.memory import Motion
+from kvferry.transfer.params import Offer
+from kvferry.transfer.session import ThreadDialer
 from kvferry.transfer.settings import Settings
+from kvferry.transfer.workers import ProducerWorker
 from tests.transfer.rig import SLOT, TOKENS, Rig
 
 PLACES = 64
@@ -21,6 +26,7 @@ REQUESTS = 600
 REPORTS = 10
 """In one step, so that one of them meets a change."""
 PATIENCE = 60_000
+OFFER = Offer(b"t" * 16, b"b" * 16, "host", 1, b"n" * 32, b"k" * 32, TOKENS)
 SHAPE = EngineShape(1, (4,), (1,), ("LBHN",), 2 * PLACES)
 SETTINGS = Settings(
     secret=b"0123456789abcdef",
@@ -169,3 +175,67 @@ def test_all_threads_at_the_same_time(hasty):
     assert not any(mover.has_failed for mover in movers)
     assert engines.is_over and rig.rank.taken_count == 0
     assert engines.loaded_count > REQUESTS // 3
+
+
+@pytest.mark.parametrize(
+    "failure", [UnicodeError("label too long"), OverflowError("port must be 0-65535")]
+)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_handshake_that_fails_as_nobody_expected_has_an_end(failure):
+    """Without one, eight of them would keep every other producer from being dialled."""
+
+    def dial(offer):
+        raise failure
+
+    dialer, clock = ThreadDialer(dial), SystemClock()
+    dialer.submit(OFFER)
+    assert_unavailable(dialer, clock)
+
+
+def test_a_handshake_without_a_thread_has_an_end(monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    dialer, clock = ThreadDialer(lambda offer: None), SystemClock()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        dialer.submit(OFFER)
+    assert_unavailable(dialer, clock)
+
+
+def assert_unavailable(dialer, clock):
+    for _ in range(PATIENCE):
+        if results := dialer.poll():
+            break
+        clock.sleep(0.001)
+    ((boot, result),) = results
+    assert boot == OFFER.boot and isinstance(result, UnavailableError)
+
+
+class Hanging:
+    """A link in a call that does not return. `calls`: those that another thread made meanwhile."""
+
+    def __init__(self):
+        self.is_in, self.may_return = threading.Event(), threading.Event()
+        self.calls = []
+
+    def poll(self):
+        self.is_in.set()
+        self.may_return.wait()
+        return []
+
+    def close(self, timeout_s):
+        self.calls.append("close")
+        return True
+
+
+def test_a_link_that_hangs_is_left_to_its_thread(monkeypatch):
+    """Two threads in one agent end the process; and what it has registered must stay mapped."""
+    monkeypatch.setattr(workers, "CLOSE_S", 0.01)
+    link = Hanging()
+    worker = ProducerWorker(SETTINGS, SystemClock(), Metrics(), link, None, [])
+    worker.start()
+    link.is_in.wait()
+    assert not worker.close() and link.calls == []
+    link.may_return.set()
+    assert worker.mover.close(60.0) and worker.close() and link.calls == ["close"]

@@ -130,11 +130,12 @@ class WorkerRole:
         stay as they are until their leases are over, also if the process lives on."""
         consumer, self._consumer = self._consumer, None
         producer, self._producer = self._producer, None
-        if consumer is not None:
-            consumer.close()
+        if consumer is not None and not consumer.close():
+            keep_alive(consumer, threading.TIMEOUT_MAX)
         if producer is not None:
-            producer.close()
-            if not producer.rank.is_idle:
+            if not producer.close():
+                keep_alive(self._kv_caches, threading.TIMEOUT_MAX)
+            elif not producer.rank.is_idle:
                 keep_alive(self._kv_caches, self._settings.lease_s * (1 + CLOCK_DRIFT_MAX))
         self._kv_caches = {}
 
@@ -144,9 +145,10 @@ class WorkerRole:
                 worker.mover.wake()
 
 
-def keep_alive(kv_caches: Mapping[str, torch.Tensor], duration_s: float) -> None:
-    """Nobody renews leases any more, and nobody writes to these tensors."""
-    timer = threading.Timer(duration_s, lambda _: None, (kv_caches,))
+def keep_alive(kept: object, duration_s: float) -> None:
+    """Nobody renews leases any more, and nobody writes to these tensors; or what was read may still
+    land in this rank's staging."""
+    timer = threading.Timer(duration_s, lambda _: None, (kept,))
     timer.daemon = True
     timer.start()
 
