@@ -4,10 +4,13 @@ Called by name from `program.py`, between two engines.
 """
 
 import itertools
+import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from kvferry.device.base import Done, Piece
 from kvferry.device.host import HostCopier
@@ -25,6 +28,23 @@ def hold_reads() -> Callable[[], None]:
 
     def undo() -> None:
         NixlLink._look = look
+
+    return undo
+
+
+def stop_at_next_read(group: int) -> Callable[[], None]:
+    """A process group gets SIGSTOP just before the next read from a peer is posted."""
+    post = NixlLink.post
+
+    def stop_and_post(link: NixlLink, *arguments: Any) -> int:
+        NixlLink.post = post
+        os.killpg(group, signal.SIGSTOP)
+        return post(link, *arguments)
+
+    NixlLink.post = stop_and_post
+
+    def undo() -> None:
+        NixlLink.post = post
 
     return undo
 

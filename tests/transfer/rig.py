@@ -49,7 +49,8 @@ class Script:
 
 
 class Rig:
-    """Both ranks, in step. `wrap`: what is put around each link."""
+    """Both ranks, in step. `wrap`: what is put around each link; `source_settings`: where the
+    producer's are others."""
 
     def __init__(
         self,
@@ -59,8 +60,10 @@ class Rig:
         tally=None,
         script=None,
         wrap=lambda link: link,
+        source_settings=None,
     ):
         self.settings, self.wrap = settings, wrap
+        self.source_settings = source_settings or settings
         self.clock, self.script = clock or ManualClock(), script or Script()
         self.tally = Tally() if tally is None else tally
         self.fabric = Fabric(self.script)
@@ -90,9 +93,11 @@ class Rig:
         self.source_link = self.wrap(MemoryLink(self.fabric, self.clock))
         self.source_link.open()
         self.source_link.register(self.source_group.memory)
-        self.source_rank = ProducerRank(self.settings, self.clock, self.tally, self.source_link)
+        self.source_rank = ProducerRank(
+            self.source_settings, self.clock, self.tally, self.source_link
+        )
         self.source_mover = Mover(
-            self.settings, self.clock, self.tally, self.source_link, self.source_rank
+            self.source_settings, self.clock, self.tally, self.source_link, self.source_rank
         )
 
     def make_copier(self, regions, geometry):

@@ -1,6 +1,7 @@
 """One consumer rank and one producer rank over a link that does as told: what is read is used only
 if it is sure, and nothing is used again too early."""
 
+import msgspec
 import pytest
 
 from kvferry.device.base import SKIP
@@ -184,6 +185,17 @@ def test_an_answer_from_before_the_end_of_the_read_confirms_nothing(rig):
     rig.script.motion = Motion.END
     rig.rounds(3)
     assert rig.outcome("r") is None
+
+
+def test_leases_are_renewed_as_the_producer_has_set_them():
+    """Its own settings do not know them: a short lease would be over before it is renewed."""
+    rig = Rig(source_settings=msgspec.structs.replace(SETTINGS, lease_s=1.0))
+    rig.granted()
+    rig.rounds(40, step_s=0.1)
+    assert rig.source_rank.take_ended() == set()
+    rig.load("r", (1, 2))
+    rig.rounds()
+    assert rig.outcome("r") and rig.holds((1, 2))
 
 
 def test_siblings_share_a_transfer_and_the_last_one_lets_go(rig):
