@@ -9,7 +9,7 @@ from tests.e2e.prompts import tokens
 from tests.e2e.transfer import assert_same
 
 LENGTHS = (5, 33, 200, 300)
-THERE, HERE = ([tokens(count, seed + count) for count in LENGTHS] for seed in (500, 600))
+THERE, HERE = ([tokens(count, seed + count) for count in LENGTHS] for seed in (5000, 6000))
 SMALL_STEPS = {"enable_chunked_prefill": True, "max_num_batched_tokens": 48, "max_num_seqs": 4}
 
 
