@@ -15,9 +15,6 @@ SMALL_STEPS = {"enable_chunked_prefill": True, "max_num_batched_tokens": 48, "ma
 
 def test_both_ways_at_the_same_time(engine_a, engine_b, model):
     """A prompt takes several steps in one engine; the other one has no cache of its own."""
-    engine_b.open(model("full"))
-    alone = [engine_b.generate([prompt]) for prompt in (*HERE, *THERE)]
-    engine_b.close()
     engine_a.open(model("full"), **transfer.settings("kv_both"), **SMALL_STEPS)
     engine_b.open(model("full"), **transfer.settings("kv_both"), enable_prefix_caching=False)
     engines = engine_a, engine_b
@@ -44,6 +41,7 @@ def test_both_ways_at_the_same_time(engine_a, engine_b, model):
                 ),
             )
         )
+    alone = [engine_b.generate([prompt]) for prompt in (*HERE, *THERE)]
     for engine in engines:
         engine.wait_for_rest()
         engine.close()
@@ -63,9 +61,6 @@ def test_a_producer_that_stands_still_while_it_is_read(engine_a, engine_b, model
     prompts = [tokens(300, seed) for seed in (801, 802, 803)]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    engine_b.open(model("full"))
-    alone = [engine_b.generate([prompt]) for prompt in prompts]
-    engine_b.close()
     producer = transfer.settings("kv_producer", bind_port=port, lease_s=60.0)
     engine_a.open(model("full"), **producer)
     engine_b.inject("stop_at_next_read", group=engine_a.group)
@@ -85,6 +80,8 @@ def test_a_producer_that_stands_still_while_it_is_read(engine_a, engine_b, model
     new = transfer.hand_over(engine_a, engine_b, [tokens(200, 804)])
     engine_b.wait_for_rest()
     engine_a.wait_for_rest()
+    assert engine_b.reset_prefix_cache()
+    alone = [engine_b.generate([prompt]) for prompt in prompts]
     engine_a.close()
     engine_b.close()
 

@@ -2,8 +2,6 @@
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from kvferry.clock import SystemClock
 from kvferry.metrics import Metrics
 from kvferry.transfer.settings import Settings
