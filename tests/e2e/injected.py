@@ -19,6 +19,8 @@ from kvferry.offload.store_jobs import StoreJobs
 from kvferry.transfer.nixl_link import NixlLink
 
 FASTEST_S = 0.02
+STOPPING_S = 0.2
+"""Until all threads of a process that is told to stop stand still."""
 
 
 def hold_reads() -> Callable[[], None]:
@@ -39,6 +41,7 @@ def stop_at_next_read(group: int) -> Callable[[], None]:
     def stop_and_post(link: NixlLink, *arguments: Any) -> int:
         NixlLink.post = post
         os.killpg(group, signal.SIGSTOP)
+        time.sleep(STOPPING_S)
         return post(link, *arguments)
 
     NixlLink.post = stop_and_post

@@ -4,6 +4,8 @@ to the other when it stands still in the middle of a read or comes back as anoth
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from tests.e2e import transfer
 from tests.e2e.prompts import tokens
 from tests.e2e.transfer import assert_same
@@ -55,6 +57,7 @@ def test_both_ways_at_the_same_time(engine_a, engine_b, model):
         assert sibling.external_hit_tokens >= 149
 
 
+@pytest.mark.slow
 def test_a_producer_that_stands_still_while_it_is_read(engine_a, engine_b, model):
     """The request is answered; what lands when the producer goes on lands in nobody's staging. And
     when another one is at its address, its offers are worth nothing any more."""

@@ -3,19 +3,22 @@
 import pytest
 
 from kvferry.clock import SystemClock
+from kvferry.errors import InternalError
 from kvferry.metrics import Metrics
 from kvferry.transfer.settings import Settings
 from kvferry.vllm_plugin.pd import worker
+from kvferry.vllm_plugin.pd.messages import Plans
 from kvferry.vllm_plugin.pd.worker import WorkerRole
 
 
 class Half:
-    """A rank whose link is clear, or not. `rank`: itself."""
+    """A rank whose link is clear, or not. `rank`, `mover`: itself."""
 
-    def __init__(self, is_clear, is_idle=True):
+    def __init__(self, is_clear, is_idle=True, has_failed=False):
         self._is_clear = is_clear
         self.is_idle = is_idle
-        self.rank = self
+        self.has_failed = has_failed
+        self.rank = self.mover = self
 
     def close(self):
         return self._is_clear
@@ -41,3 +44,12 @@ def test_what_is_still_in_use_outlives_the_engine(monkeypatch, consumer, produce
     role.close()
     names = {"consumer": consumer, "memory": {"layer": None}}
     assert found == [names[name] for name in kept]
+
+
+def test_a_mover_that_failed_puts_the_connector_aside():
+    """A producer would go on to offer what it never answers for: every request of every consumer
+    would wait for its deadline."""
+    role = WorkerRole(Settings(), None, None, SystemClock(), Metrics())
+    role._producer = Half(True, has_failed=True)
+    with pytest.raises(InternalError):
+        role.before_step(Plans())

@@ -10,6 +10,7 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from kvferry.clock import Clock
 from kvferry.device.host import HostCopier
+from kvferry.errors import InternalError
 from kvferry.metrics import Metrics
 from kvferry.transfer.compatibility import Compatibility
 from kvferry.transfer.halves import Finished, Report
@@ -98,6 +99,10 @@ class WorkerRole:
         self._consumer.start()
 
     def before_step(self, plans: Plans) -> None:
+        """Raises InternalError once a mover has failed: what it does not answer must not be offered
+        any more, or everybody waits for it in vain."""
+        if any(worker.mover.has_failed for worker in self._workers):
+            raise InternalError("transfer.mover", "a mover has failed, the log says why")
         if self._producer is not None:
             self._producer.rank.begin(plans.producer)
         if self._consumer is not None:
@@ -140,9 +145,12 @@ class WorkerRole:
         self._kv_caches = {}
 
     def _wake(self) -> None:
-        for worker in (self._producer, self._consumer):
-            if worker is not None:
-                worker.mover.wake()
+        for worker in self._workers:
+            worker.mover.wake()
+
+    @property
+    def _workers(self) -> list[ProducerWorker | ConsumerWorker]:
+        return [worker for worker in (self._producer, self._consumer) if worker is not None]
 
 
 def keep_alive(kept: object, duration_s: float) -> None:
