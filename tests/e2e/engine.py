@@ -225,6 +225,11 @@ class EngineProcess:
             transfer=transfer,
         )["state"]
 
+    @property
+    def group(self) -> int:
+        """Of the process and of all that it started."""
+        return self._process.pid
+
     def stop(self) -> None:
         """SIGSTOP to the process and to all that it started, until `go_on`."""
         os.killpg(self._process.pid, signal.SIGSTOP)

@@ -4,10 +4,13 @@ Called by name from `program.py`, between two engines.
 """
 
 import itertools
+import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from kvferry.device.base import Done, Piece
 from kvferry.device.host import HostCopier
@@ -16,6 +19,8 @@ from kvferry.offload.store_jobs import StoreJobs
 from kvferry.transfer.nixl_link import NixlLink
 
 FASTEST_S = 0.02
+STOPPING_S = 0.2
+"""Until all threads of a process that is told to stop stand still."""
 
 
 def hold_reads() -> Callable[[], None]:
@@ -25,6 +30,24 @@ def hold_reads() -> Callable[[], None]:
 
     def undo() -> None:
         NixlLink._look = look
+
+    return undo
+
+
+def stop_at_next_read(group: int) -> Callable[[], None]:
+    """A process group gets SIGSTOP just before the next read from a peer is posted."""
+    post = NixlLink.post
+
+    def stop_and_post(link: NixlLink, *arguments: Any) -> int:
+        NixlLink.post = post
+        os.killpg(group, signal.SIGSTOP)
+        time.sleep(STOPPING_S)
+        return post(link, *arguments)
+
+    NixlLink.post = stop_and_post
+
+    def undo() -> None:
+        NixlLink.post = post
 
     return undo
 

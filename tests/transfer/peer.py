@@ -93,6 +93,9 @@ class Served:
         self.producer.ended(ended)
         return ended
 
+    def expired_count(self) -> int:
+        return self.tally["leases_ended_total.expired"]
+
     def held_blocks(self) -> int:
         return self.producer.held_block_count
 

@@ -3,6 +3,7 @@ the secret."""
 
 import contextlib
 import socket
+import threading
 
 import pytest
 
@@ -109,13 +110,37 @@ def test_foreign_packets_end_their_connection_only(listener, junk):
         assert answer(stream) == b""
 
 
-def test_connections_that_say_nothing_do_not_block_for_long(listener):
-    silent = [
-        socket.create_connection(("127.0.0.1", listener.port)) for _ in range(CONNECTIONS_MAX - 1)
-    ]
-    assert ask(listener).ranks
-    for stream in silent:
-        stream.close()
+FRAME = seal(SECRET, b"hello", Hello(b"n", MINE))
+STRANGERS = {
+    "nothing": b"",
+    "half a frame": LENGTH.pack(200) + b"kvfx",
+    "a gigabyte": LENGTH.pack(1 << 30) + b"x",
+    "a recorded hello": LENGTH.pack(len(FRAME)) + FRAME,
+}
+
+
+@pytest.mark.parametrize("words", STRANGERS.values(), ids=STRANGERS)
+def test_connections_that_stay_do_not_keep_peers_out(listener, words):
+    """Their own deadline is a minute: the peer has its answer before any of them is given up."""
+    with contextlib.ExitStack() as strangers:
+        for _ in range(3 * CONNECTIONS_MAX):
+            stream = socket.create_connection(("127.0.0.1", listener.port))
+            strangers.enter_context(stream)
+            with contextlib.suppress(OSError):  # it has given way already
+                stream.sendall(words)
+        assert ask(listener).ranks
+
+
+def test_without_a_thread_the_listener_lives_on(listener, monkeypatch, tally):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        for _ in range(CONNECTIONS_MAX + 1):
+            with pytest.raises(UnavailableError):
+                ask(listener)
+    assert tally["handshakes_served_total.busy"] == CONNECTIONS_MAX + 1
 
 
 def test_who_does_not_know_the_secret_learns_nothing(listener, tally):

@@ -3,7 +3,11 @@ goes on."""
 
 import contextlib
 import importlib.util
+import json
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -211,6 +215,35 @@ def test_a_producer_that_stands_still_fails_its_requests_in_time(world):
     assert engine.load(peer.ask("prefill", "c", TOKENS, 128), "c") is True
 
 
+def test_a_consumer_that_was_killed_keeps_nothing(world):
+    """Its lease runs out, and then its blocks are the producer's again."""
+    peer = world.peer(lease_s=1.0)
+    reader = subprocess.Popen(
+        [sys.executable, "-m", "tests.transfer.test_processes"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    try:
+        assert "ready\n" in reader.stdout
+        reader.stdin.write(json.dumps(peer.ask("prefill", "a", TOKENS, 0)) + "\n")
+        reader.stdin.flush()
+        assert "granted\n" in reader.stdout
+        clock = SystemClock()
+        clock.sleep(2.0)  # it renews
+        assert peer.ask("ended") == [] and peer.ask("held_blocks") == 25
+    finally:
+        reader.kill()
+        reader.wait()
+    for _ in range(ROUNDS):
+        if ended := peer.ask("ended"):
+            break
+        clock.sleep(0.01)
+    assert (ended, peer.ask("held_blocks")) == (["request 1"], 0)
+    assert peer.ask("expired_count") == 1
+
+
 def test_a_producer_that_comes_back_is_another_one(world):
     engine = world.engine(claim_deadline_s=2.0)
     old = world.peer()
@@ -231,3 +264,18 @@ def test_many_producers_come_and_go(world):
         assert engine.load(peer.ask("prefill", f"{number}", TOKENS, 0), f"{number}") is True
         peer.kill()
     engine.wait(lambda: not list(engine.worker.rank.peers))
+
+
+def hold():
+    """A consumer that has it granted, keeps it claimed, and does no more."""
+    engine = Engine()
+    print("ready", flush=True)
+    engine.consumer.on_new_request("r", json.loads(input()), Prefix(range(TOKENS)))
+    engine.wait(lambda: engine.consumer.matched("r", 0) == TOKENS - 1)
+    print("granted", flush=True)
+    while True:
+        engine.step(set(), set())
+
+
+if __name__ == "__main__":
+    hold()

@@ -1,167 +1,16 @@
 """One consumer rank and one producer rank over a link that does as told: what is read is used only
 if it is sure, and nothing is used again too early."""
 
+import msgspec
 import pytest
 
 from kvferry.device.base import SKIP
 from kvferry.errors import IncompatibleError, UnavailableError
-from kvferry.testing.clock import ManualClock
-from kvferry.testing.copier import ReferenceCopier
-from kvferry.testing.kv_memory import EngineShape, GroupModel, engine_memory, rank_layouts
-from kvferry.testing.tally import Tally
-from kvferry.transfer.consumer_rank import ConsumerRank
-from kvferry.transfer.halves import ConsumerPlan, Finished, Hold, Load, ProducerPlan, Report, Watch
-from kvferry.transfer.handshake import Introduction, RankEnd
-from kvferry.transfer.memory import Fabric, MemoryLink, Motion
+from kvferry.transfer.halves import Load, Report, Watch
+from kvferry.transfer.memory import Motion
 from kvferry.transfer.mover import Mover
 from kvferry.transfer.params import Offer
-from kvferry.transfer.producer_rank import ProducerRank
-from kvferry.transfer.session import Peers
-from kvferry.transfer.settings import Settings
-from kvferry.transfer.unload import Unloaders
-
-SLOT = 4096
-SETTINGS = Settings(
-    secret=b"0123456789abcdef",
-    lease_s=10.0,
-    lease_total_s=100.0,
-    staging_bytes=4 * SLOT,
-    slot_bytes=SLOT,
-    quarantine_bytes_max=SLOT,
-    claim_deadline_s=5.0,
-    read_deadline_s=30.0,
-    rest_s=3.0,
-    redial_s=1.0,
-)
-MODELS = (GroupModel(("a", "b"), 2),)
-SHAPE = EngineShape(1, (4,), (1,), ("LBHN",), 16)
-TOKENS = 8
-
-
-class Script:
-    """Reads and letters do as told. `mute`: names whose letters are lost."""
-
-    def __init__(self):
-        self.motion = Motion.END
-        self.mute = set()
-
-    def read(self, reader, peer):
-        return self.motion
-
-    def letters(self, sender, receiver):
-        return 0 if sender in self.mute else 1
-
-
-class Rig:
-    """Both ranks, in step."""
-
-    def __init__(self):
-        self.clock, self.tally, self.script = ManualClock(), Tally(), Script()
-        self.fabric = Fabric(self.script)
-        self.answers = []  # of the dialer, before the honest one
-        self.source, self.target = engine_memory(MODELS, SHAPE), engine_memory(MODELS, SHAPE)
-        ((self.source_group,),), ((self.target_group,),) = self.source, self.target
-        self.start_producer()
-        self.copiers = []
-        self.link = MemoryLink(self.fabric, self.clock)
-        self.link.open()
-        layouts = rank_layouts(self.target)
-        unloaders = Unloaders(self.make_copier, 1 << 15)
-        self.peers = Peers(
-            SETTINGS, self.clock, self.tally, self.link, self, layouts[0], layouts, unloaders
-        )
-        self.rank = ConsumerRank(
-            SETTINGS, self.clock, self.tally, self.link, self.peers, unloaders, 0
-        )
-        self.rank.open()
-        self.mover = Mover(SETTINGS, self.clock, self.tally, self.link, self.rank)
-        self.dialled = []
-        self.report = Report()
-        self.finished = []
-
-    def start_producer(self):
-        self.boot = self.clock.random_bytes(16)
-        self.source_link = MemoryLink(self.fabric, self.clock)
-        self.source_link.open()
-        self.source_link.register(self.source_group.memory)
-        self.source_rank = ProducerRank(SETTINGS, self.clock, self.tally, self.source_link)
-        self.source_mover = Mover(
-            SETTINGS, self.clock, self.tally, self.source_link, self.source_rank
-        )
-
-    def make_copier(self, regions, geometry):
-        self.copiers.append(ReferenceCopier(regions, geometry))
-        return self.copiers[-1]
-
-    # The dialer
-
-    def submit(self, offer):
-        self.dialled.append(offer)
-
-    def poll(self):
-        dialled, self.dialled = self.dialled, []
-        return [(offer.boot, self.answer(offer)) for offer in dialled]
-
-    def answer(self, offer):
-        if self.answers:
-            return self.answers.pop(0)
-        if offer.boot != self.boot:
-            return UnavailableError("transfer.boot", "another one")
-        (layout,) = rank_layouts(self.source)
-        description = self.source_link.describe([self.source_group.memory])
-        return Introduction(self.boot, (RankEnd(layout, description),))
-
-    # Both engines
-
-    def hold(self, name="text", blocks=(3, 4)):
-        """A prefill is done there; what its client carries."""
-        for index, block in enumerate(blocks):
-            self.source_group.write(block, index, name)
-        offer = Offer(
-            self.clock.random_bytes(16), self.boot, "host", 1, b"n" * 32, b"k" * 32, TOKENS
-        )
-        hold = Hold(name, offer.transfer, self.clock.random_bytes(16), TOKENS, (tuple(blocks),))
-        self.source_rank.begin(ProducerPlan((hold,)))
-        return offer
-
-    def plan(self, watches=(), loads=(), drops=()):
-        self.rank.begin(ConsumerPlan(tuple(watches), tuple(loads), tuple(drops)))
-
-    def load(self, request_id, blocks):
-        for block in blocks:
-            self.target_group.spoil(block)
-        self.plan(loads=[Load(request_id, (tuple(blocks),), 0, TOKENS)])
-
-    def rounds(self, count=10, step_s=0.001):
-        for _ in range(count):
-            self.clock.advance(step_s)
-            self.source_mover.step()
-            self.rank.begin(ConsumerPlan())
-            self.mover.step()
-            self.collect()
-
-    def collect(self):
-        finished = self.rank.collect()
-        if finished != Finished():
-            self.finished.append(finished)
-        self.report = self.report.merge(self.rank.report())
-
-    def granted(self, request_id="r", **hold):
-        """An offer that this request has granted."""
-        offer = self.hold(**hold)
-        self.plan(watches=[Watch(request_id, offer)])
-        self.rounds()
-        assert request_id in self.report.granted
-        return offer
-
-    def outcome(self, request_id):
-        """True: loaded, False: failed, None: neither yet."""
-        found = [f for f in self.finished if request_id in f.done]
-        assert len(found) <= 1
-        return request_id not in found[0].failed if found else None
-
-    def holds(self, blocks, name="text"):
-        return all(self.target_group.holds(b, i, name) for i, b in enumerate(blocks))
+from tests.transfer.rig import SETTINGS, TOKENS, Rig
 
 
 @pytest.fixture
@@ -338,6 +187,17 @@ def test_an_answer_from_before_the_end_of_the_read_confirms_nothing(rig):
     assert rig.outcome("r") is None
 
 
+def test_leases_are_renewed_as_the_producer_has_set_them():
+    """Its own settings do not know them: a short lease would be over before it is renewed."""
+    rig = Rig(source_settings=msgspec.structs.replace(SETTINGS, lease_s=1.0))
+    rig.granted()
+    rig.rounds(40, step_s=0.1)
+    assert rig.source_rank.take_ended() == set()
+    rig.load("r", (1, 2))
+    rig.rounds()
+    assert rig.outcome("r") and rig.holds((1, 2))
+
+
 def test_siblings_share_a_transfer_and_the_last_one_lets_go(rig):
     offer = rig.granted("r 0")
     rig.plan(watches=[Watch("r 1", offer)])
@@ -446,6 +306,41 @@ def test_when_the_mover_stands_aside_every_load_ends(rig):
     rig.collect()
     assert ("s", "internal") in rig.report.refused
     assert rig.outcome("t") is False
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_copier_that_fails_ends_the_load_as_well(rig, which, monkeypatch):
+    """The page that it was to have is lost; the request is not."""
+
+    def refuse(pieces):
+        raise ValueError("what nobody expected")
+
+    rig.granted()
+    monkeypatch.setattr(rig.copiers[which], ("submit_gather", "submit_scatter")[which], refuse)
+    rig.load("r", (1, 2))
+    rig.mover._run()
+    assert rig.mover.has_failed
+    rig.collect()
+    assert rig.outcome("r") is False
+
+
+def test_a_peer_that_cannot_be_reached_yet_takes_no_memory(rig, monkeypatch):
+    """It is met again and again, each time with tables that must not pile up."""
+    table, attempts = rig.link.table, []
+
+    def away(peer, strides):
+        if peer is not None:
+            attempts.append(peer)
+            raise UnavailableError("link.peer", "it is gone")
+        return table(peer, strides)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.link, "table", away)
+        rig.plan(watches=[Watch("r", rig.hold())])
+        rig.rounds(5, step_s=1.0)
+    assert len(attempts) > 2 and rig.link._tables == {}
+    rig.clock.advance(SETTINGS.redial_s)
+    rig.granted("s", name="other")
 
 
 def test_when_the_producers_mover_stands_aside_leases_still_end(rig):

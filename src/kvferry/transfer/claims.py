@@ -29,6 +29,11 @@ from kvferry.transfer.settings import Settings
 
 LINGER_S = 0.2
 """For how long a transfer stays claimed after its last request has let go of it."""
+RENEWAL_PART = 0.25
+"""Of what a source granted, after which it is asked again: two renewals may be lost. How long that
+is, the source alone knows: its settings are its own."""
+REPEAT_S = 0.25
+"""After how long a claim without an answer is said again, and the soonest renewal."""
 LOOK_S = 0.05
 """How often a transfer is looked at that has all it needs: there may be hundreds."""
 
@@ -36,7 +41,7 @@ LOOK_S = 0.05
 @dataclass(slots=True)
 class RankClaim:
     """One transfer at one source rank. `sent_s` and `sent_serial`: of the last claim;
-    `answered_serial`: of the last one that was answered."""
+    `answered_serial`: of the last one that was answered; `renewal_s`: how long that will do."""
 
     held: HeldUntil = field(default_factory=HeldUntil)
     generation: bytes = b""
@@ -44,6 +49,7 @@ class RankClaim:
     sent_s: float = float("-inf")
     sent_serial: int = 0
     answered_serial: int = 0
+    renewal_s: float = 0.0
     is_urgent: bool = False
 
     @property
@@ -184,6 +190,7 @@ class Claims:
         if not claim.held.granted(grant.serial, grant.valid_s):
             return
         claim.answered_serial = grant.serial
+        claim.renewal_s = max(grant.valid_s * RENEWAL_PART, REPEAT_S)
         if grant.state is State.GONE:
             self.refuse(transfer, "gone")
         elif claim.generation not in (b"", grant.generation):
@@ -215,7 +222,7 @@ class Claims:
         if claim.is_urgent:
             return True
         is_answered = claim.answered_serial == claim.sent_serial
-        wait_s = self._settings.renewal_s if is_answered else self._settings.repeat_s
+        wait_s = claim.renewal_s if is_answered else REPEAT_S
         return now_s >= claim.sent_s + wait_s
 
     def _say(self, transfer: Transfer, claim: RankClaim, session: Session, now_s: float) -> None:

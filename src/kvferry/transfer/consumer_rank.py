@@ -137,11 +137,13 @@ class ConsumerRank:
         scattered. False while something is: call again. The mover's thread."""
         self._is_aside = True
         self.fail_all("internal")
-        for chunk in self._unloaders.step():
-            with self._lock:
-                chunk.job.unloading_count -= 1
-        self.fail_all("internal")
-        return not self._unloaders.is_busy
+        if not self._unloaders.drain():
+            return False
+        with self._lock:
+            for job in self._active.values():
+                job.unloading_count = 0
+            self._end_what_is_over()
+        return True
 
     # Mover's thread
 
@@ -200,7 +202,7 @@ class ConsumerRank:
         """Nothing is left to do or to be told. Reads in quarantine may be out: who knows how
         long."""
         with self._lock:
-            jobs = self._active or self._ended or self._over
+            jobs = bool(self._active or self._ended or self._over)
         told = self._claims.granted or self._claims.refused
         is_clear = self.taken_count == self._reads.given_up_count
         return is_clear and self._claims.is_idle and not (jobs or told or self._plans)

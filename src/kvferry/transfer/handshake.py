@@ -10,14 +10,16 @@ Each frame is sealed, the last two in the context of both nonces. Before a Hello
 nothing but a closed connection is the answer; what an Introduction opens is read access to the
 whole KV cache. On the wire a frame has its length, u32, in front.
 
-The listener serves what it was last given. Each connection has a few seconds and a small frame;
-nothing that arrives can end the listener.
+The listener serves what it was last given. Each connection has a few seconds and a small frame, and
+gives way to newer ones until it has shown with its Ask that it knows the secret (a Hello may be a
+recorded one). Nothing that arrives can end the listener.
 """
 
 import logging
 import socket
 import struct
 import threading
+from contextlib import suppress
 from ipaddress import ip_address
 from typing import Any
 
@@ -36,7 +38,9 @@ log = logging.getLogger(__name__)
 NONCE_BYTES = 16
 REQUEST_BYTES_MAX = 64 << 10
 INTRODUCTION_BYTES_MAX = 32 << 20
-CONNECTIONS_MAX = 16
+CONNECTIONS_MAX = 64
+ROOM_WAIT_S = 1.0
+"""How long a connection that was told to give way may take."""
 LENGTH = struct.Struct("<I")
 
 
@@ -182,6 +186,8 @@ class Listener:
         self._socket: socket.socket | None = None
         self._thread: threading.Thread | None = None
         self._room = threading.BoundedSemaphore(CONNECTIONS_MAX)
+        self._lock = threading.Lock()
+        self._unproven: dict[socket.socket, None] = {}  # oldest first
         self._must_stop = False
 
     def open(self) -> None:
@@ -233,16 +239,45 @@ class Listener:
                 self._count("busy")
                 self._clock.sleep(0.05)
                 continue
-            if not self._room.acquire(blocking=False):
+            if not self._make_room():
                 self._count("busy")
                 stream.close()
                 continue
-            threading.Thread(target=self._answer, args=(stream,), daemon=True).start()
+            with self._lock:
+                self._unproven[stream] = None
+            try:
+                threading.Thread(target=self._answer, args=(stream,), daemon=True).start()
+            except RuntimeError:  # out of threads
+                self._count("busy")
+                self._proven(stream)
+                stream.close()
+                self._room.release()
+
+    def _make_room(self) -> bool:
+        """Takes a place for one more connection, that of the oldest unproven one if there is no
+        other."""
+        if self._room.acquire(blocking=False):
+            return True
+        with self._lock:
+            oldest = next(iter(self._unproven), None)
+            if oldest is not None:
+                del self._unproven[oldest]
+                with suppress(OSError):  # its own side may have hung up
+                    oldest.shutdown(socket.SHUT_RDWR)
+        return self._room.acquire(timeout=ROOM_WAIT_S)
+
+    def _proven(self, stream: socket.socket) -> None:
+        """It gives way no more. Idempotent."""
+        with self._lock:
+            self._unproven.pop(stream, None)
 
     def _answer(self, stream: socket.socket) -> None:
         try:
             with stream:
-                self._converse(stream)
+                try:
+                    self._converse(stream)
+                finally:
+                    self._proven(stream)
             self._count("served")
         except IncompatibleError as error:
             self._count("incompatible" if error.kind.startswith("transfer") else "foreign")
@@ -263,6 +298,7 @@ class Listener:
         connection.send(b"greeting" + hello.nonce, Greeting(nonce, self._boot, self._mine))
         both = hello.nonce + nonce
         connection.receive(b"ask" + both, Ask, REQUEST_BYTES_MAX)
+        self._proven(stream)
         try:
             agree(self._mine, hello.compatibility)
             if not self._ranks:

@@ -66,12 +66,14 @@ class Mover:
         """There is something new. Any thread."""
         self._wake.set()
 
-    def close(self, timeout_s: float) -> None:
-        """Stops the thread; waits for it at most this long. Idempotent."""
+    def close(self, timeout_s: float) -> bool:
+        """Stops the thread; waits for it at most this long. Idempotent. False if it is still in a
+        call of the link's, which is nobody else's then."""
         self._must_stop = True
         self._wake.set()
         if self._thread is not None:
             self._thread.join(timeout_s)
+        return self._thread is None or not self._thread.is_alive()
 
     def step(self) -> bool:
         """One round. True if anything moved."""

@@ -120,25 +120,34 @@ class Dialer(Protocol):
 
 
 class ThreadDialer:
-    """Each handshake on a thread of its own, which ends within `dial_timeout_s`."""
+    """Each handshake on a thread of its own, which ends within `dial_timeout_s`. One that cannot
+    begin, or ends as nobody expected, is unavailable: who waits for it is always told."""
 
     def __init__(self, dial: Callable[[Offer], Introduction]):
         self._dial = dial
         self._results: SimpleQueue[Dialled] = SimpleQueue()
 
     def submit(self, offer: Offer) -> None:
-        threading.Thread(
+        thread = threading.Thread(
             target=self._run, args=(offer,), name="kvferry-dialer", daemon=True
-        ).start()
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:
+            failure = UnavailableError("transfer.dial", f"no thread for a handshake: {error}")
+            self._results.put((offer.boot, failure))
 
     def poll(self) -> list[Dialled]:
         return [self._results.get() for _ in range(self._results.qsize())]
 
     def _run(self, offer: Offer) -> None:
+        result: Introduction | Error = UnavailableError("transfer.dial", "it has failed")
         try:
-            self._results.put((offer.boot, self._dial(offer)))
+            result = self._dial(offer)
         except Error as error:
-            self._results.put((offer.boot, error))
+            result = error
+        finally:
+            self._results.put((offer.boot, result))
 
 
 class Peers:
@@ -264,7 +273,8 @@ class Peers:
         self._disconnect(session)
         try:
             session.name = self._link.connect(session.end.description)
-            session.channels = tuple(self._channel(session, lane) for lane in session.lanes)
+            for lane in session.lanes:  # what was made is dropped if another one fails
+                session.channels += (self._channel(session, lane),)
             session.state = SessionState.READY
         except UnavailableError:
             session.retry_s = now_s + self._settings.redial_s
@@ -274,13 +284,10 @@ class Peers:
 
     def _channel(self, session: Session, lane: Lane) -> Channel:
         landing = Landing(lane, self._memory, self._settings.slot_bytes)
-        return Channel(
-            lane,
-            landing,
-            self._link.table(None, landing.strides()),
-            self._link.table(session.name, lane.source_strides()),
-            self._unloaders.of(lane, landing),
-        )
+        unloader = self._unloaders.of(lane, landing)
+        source_table = self._link.table(session.name, lane.source_strides())
+        target_table = self._link.table(None, landing.strides())
+        return Channel(lane, landing, target_table, source_table, unloader)
 
     def _forget_idle(self, peer: Peer) -> None:
         is_idle = self._clock.now_s() - peer.used_s > self._settings.peer_idle_s

@@ -147,16 +147,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = False
 
-    @property
-    def renewal_s(self) -> float:
-        """How often a lease is renewed: two renewals may be lost."""
-        return self.lease_s / 4
-
-    @property
-    def repeat_s(self) -> float:
-        """After how long a claim without an answer is said again."""
-        return min(self.renewal_s, 0.25)
-
 
 def decode(options: Mapping[str, Any]) -> Settings:
     """`kv_connector_extra_config` and the secret. Raises ConfigError, also if there is none."""

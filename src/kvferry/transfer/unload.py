@@ -4,7 +4,6 @@ Only bytes that are surely what the producer held come here. Between the two cop
 once more whether it is still wanted. One thread, the mover's, except for `order`.
 """
 
-import threading
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -80,6 +79,13 @@ class Unloader:
         scattered = [self._scatters.pop(copy.job) for copy in self._scatterer.poll()]
         return done + [self._through(copy) for copy in scattered]
 
+    def drain(self) -> bool:
+        """Instead of `step`, after a failure of whatever kind. True when nothing is left that could
+        write to blocks."""
+        for scattered in self._scatterer.poll():
+            self._scatters.pop(scattered.job)
+        return not self._scatters
+
     def _through(self, copy: _Copy) -> Chunk:
         self._pages.give_back(copy.page)
         return copy.chunk
@@ -87,6 +93,7 @@ class Unloader:
 
 class Unloaders:
     """All of one rank, by the shapes of landing and blocks: few, however many peers there are.
+    What the threads share is replaced, never changed.
 
     `page_bytes`: of the memory for pages. `open` is not needed; `close` is idempotent.
     """
@@ -95,7 +102,6 @@ class Unloaders:
         self._make_copier = make_copier
         self._page_bytes = page_bytes
         self._unloaders: dict[tuple, tuple[Unloader, Staging]] = {}
-        self._lock = threading.Lock()
 
     def of(self, lane: Lane, landing: Landing) -> Unloader:
         regions, geometry = landing.regions(), landing.geometry
@@ -110,24 +116,20 @@ class Unloaders:
                 pages,
             )
             unloader.open()
-            with self._lock:
-                self._unloaders[key] = unloader, pages
+            self._unloaders = {**self._unloaders, key: (unloader, pages)}
         return self._unloaders[key][0]
 
     def order(self, step: int) -> None:
         """The engine's thread, in each step."""
-        with self._lock:
-            unloaders = [unloader for unloader, _ in self._unloaders.values()]
-        for unloader in unloaders:
+        for unloader, _ in self._unloaders.values():
             unloader.order(step)
 
     def step(self) -> list[Chunk]:
         return [chunk for unloader, _ in self._unloaders.values() for chunk in unloader.step()]
 
-    @property
-    def is_busy(self) -> bool:
-        """Something is being copied."""
-        return self.taken_count > 0
+    def drain(self) -> bool:
+        """Only takes what was scattered. True when nothing is being written to blocks any more."""
+        return all(unloader.drain() for unloader, _ in self._unloaders.values())
 
     @property
     def taken_count(self) -> int:

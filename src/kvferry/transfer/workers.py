@@ -3,6 +3,8 @@
     open:   link, memory, rank, and `start` the mover
     close:  mover, link (it waits a little for reads), rank
 
+A mover that hangs in its transport keeps its link: nobody else may call that, so it stays open.
+
 Each role has a link of its own: what a producer exposes is not on the link that a consumer reads
 with.
 """
@@ -57,9 +59,10 @@ class ProducerWorker:
     def start(self) -> None:
         self.mover.start()
 
-    def close(self) -> None:
-        self.mover.close(CLOSE_S)
-        self._link.close(CLOSE_S)
+    def close(self) -> bool:
+        """False if the link is still in use: `memory` must stay mapped as long as the process
+        lives."""
+        return self.mover.close(CLOSE_S) and self._link.close(CLOSE_S)
 
 
 class ConsumerWorker:
@@ -97,7 +100,6 @@ class ConsumerWorker:
 
     def close(self) -> bool:
         """False if reads are out that nobody can call back: staging stays mapped for them."""
-        self.mover.close(CLOSE_S)
-        is_clear = self._link.close(CLOSE_S)
+        is_clear = self.mover.close(CLOSE_S) and self._link.close(CLOSE_S)
         self.rank.close()
         return is_clear

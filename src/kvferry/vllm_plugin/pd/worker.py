@@ -10,6 +10,7 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from kvferry.clock import Clock
 from kvferry.device.host import HostCopier
+from kvferry.errors import InternalError
 from kvferry.metrics import Metrics
 from kvferry.transfer.compatibility import Compatibility
 from kvferry.transfer.halves import Finished, Report
@@ -98,6 +99,10 @@ class WorkerRole:
         self._consumer.start()
 
     def before_step(self, plans: Plans) -> None:
+        """Raises InternalError once a mover has failed: what it does not answer must not be offered
+        any more, or everybody waits for it in vain."""
+        if any(worker.mover.has_failed for worker in self._workers):
+            raise InternalError("transfer.mover", "a mover has failed, the log says why")
         if self._producer is not None:
             self._producer.rank.begin(plans.producer)
         if self._consumer is not None:
@@ -130,23 +135,28 @@ class WorkerRole:
         stay as they are until their leases are over, also if the process lives on."""
         consumer, self._consumer = self._consumer, None
         producer, self._producer = self._producer, None
-        if consumer is not None:
-            consumer.close()
+        if consumer is not None and not consumer.close():
+            keep_alive(consumer, threading.TIMEOUT_MAX)
         if producer is not None:
-            producer.close()
-            if not producer.rank.is_idle:
+            if not producer.close():
+                keep_alive(self._kv_caches, threading.TIMEOUT_MAX)
+            elif not producer.rank.is_idle:
                 keep_alive(self._kv_caches, self._settings.lease_s * (1 + CLOCK_DRIFT_MAX))
         self._kv_caches = {}
 
     def _wake(self) -> None:
-        for worker in (self._producer, self._consumer):
-            if worker is not None:
-                worker.mover.wake()
+        for worker in self._workers:
+            worker.mover.wake()
+
+    @property
+    def _workers(self) -> list[ProducerWorker | ConsumerWorker]:
+        return [worker for worker in (self._producer, self._consumer) if worker is not None]
 
 
-def keep_alive(kv_caches: Mapping[str, torch.Tensor], duration_s: float) -> None:
-    """Nobody renews leases any more, and nobody writes to these tensors."""
-    timer = threading.Timer(duration_s, lambda _: None, (kv_caches,))
+def keep_alive(kept: object, duration_s: float) -> None:
+    """Nobody renews leases any more, and nobody writes to these tensors; or what was read may still
+    land in this rank's staging."""
+    timer = threading.Timer(duration_s, lambda _: None, (kept,))
     timer.daemon = True
     timer.start()
 
