@@ -13,6 +13,7 @@ def test_the_planner_is_measured_in_every_phase(tmp_path):
         assert 0 < result[phase]["median"] <= result[phase]["max"]
 
 
+@pytest.mark.slow
 def test_the_connector_is_measured_below_vllms_own_scheduler(tmp_path):
     pytest.importorskip("vllm", reason="without vLLM the planner alone is measured")
     result = bench_scheduler.run(tmp_path, request_count=4, step_count=20)

@@ -168,6 +168,7 @@ def test_stores_begun_before_a_reset_are_dropped(engine_a, model, store):
     assert after.tokens == restarted[1].tokens
 
 
+@pytest.mark.slow
 def test_a_writer_killed_while_it_stores(log_folder, engine_a, model, store):
     with EngineProcess(log_folder / "killed.log") as writer:
         settings = store.settings(reservation_lease_s=10.0, store_deadline_s=4.0)

@@ -10,7 +10,9 @@ PROMPT = prompts.tokens(1000)
 FULL_CHUNK_TOKENS = 960
 
 
-@pytest.mark.parametrize(("name", "page_count"), [("full", 15), ("window", 30)])
+@pytest.mark.parametrize(
+    ("name", "page_count"), [pytest.param("full", 15, marks=pytest.mark.slow), ("window", 30)]
+)
 def test_damaged_pages_are_computed_again(engine_a, model, store, name, page_count):
     engine_a.open(model(name), **store.settings())
     store.make_ready(engine_a)

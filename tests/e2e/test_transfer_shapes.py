@@ -40,6 +40,7 @@ def test_windows(engine_a, engine_b, model):
     engine_b.close()
 
 
+@pytest.mark.slow
 def test_little_room_on_either_side(engine_a, engine_b, model):
     """More than fits is answered in turns: what was fetched and lost is computed. A producer that
     keeps much already offers nothing, and answers."""
@@ -66,6 +67,7 @@ def test_little_room_on_either_side(engine_a, engine_b, model):
     assert nothing == [None]
 
 
+@pytest.mark.slow
 def test_blocks_that_cannot_be_taken_apart_are_refused(engine_a, engine_b, model):
     """The CPU backend packs each block as a whole: such engines say why, and compute."""
     prompt, other = tokens(300, 4), tokens(300, 5)

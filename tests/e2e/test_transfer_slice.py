@@ -9,6 +9,7 @@ from tests.e2e.prompts import tokens
 PROMPT = tokens(300)
 
 
+@pytest.mark.slow
 def test_computed_there_is_answered_here(engine_a, engine_b, model):
     engine_b.open(model("full"))
     plain = engine_b.generate([PROMPT])
