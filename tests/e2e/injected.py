@@ -52,6 +52,21 @@ def stop_at_next_read(group: int) -> Callable[[], None]:
     return undo
 
 
+def break_link() -> Callable[[], None]:
+    """The transport is at its end, in a way that nobody expects."""
+    poll = NixlLink.poll
+
+    def fail(link: NixlLink) -> None:
+        raise RuntimeError("what nobody expected")
+
+    NixlLink.poll = fail
+
+    def undo() -> None:
+        NixlLink.poll = poll
+
+    return undo
+
+
 class SlowCopier(HostCopier):
     """Every gather begins 20 ms to `slowest_s` after it was submitted, as on a busy device.
 

@@ -2,11 +2,13 @@
 to the other when it stands still in the middle of a read or comes back as another one."""
 
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests.e2e import transfer
+from tests.e2e.engine import PATIENCE_S
 from tests.e2e.prompts import tokens
 from tests.e2e.transfer import assert_same
 
@@ -93,3 +95,41 @@ def test_a_producer_that_stands_still_while_it_is_read(engine_a, engine_b, model
         assert_same(answers, expected)
     assert (again.external_hit_tokens, after.external_hit_tokens) == (299, 0)
     assert new.external_hit_tokens == 199
+
+
+@pytest.mark.slow
+def test_a_transport_that_fails_altogether(engine_a, engine_b, model):
+    """The engine serves on without it, and offers nothing that it would not keep."""
+    prompts = [tokens(200, seed) for seed in (901, 902, 903)]
+    engine_a.open(model("full"), **transfer.settings("kv_producer", lease_s=3.0))
+    engine_b.open(model("full"), **transfer.settings("kv_consumer"))
+    transfer.hand_over(engine_a, engine_b, [tokens(100, 904)])
+    carried = transfer.prefill(engine_a, prompts[:1])
+    engine_b.inject("break_link")
+    engine_a.inject("break_link")
+    try:
+        answers = [engine_b.generate(prompts[:1], transfers=carried)]
+        transfer.prefill(engine_a, prompts[1:2])
+        nothing = transfer.prefill(engine_a, prompts[2:])
+        answers += [engine_a.generate([prompt]) for prompt in prompts[1:]]
+        wait_until_free(engine_a)
+        wait_until_free(engine_b)
+    finally:
+        engine_a.restore()
+        engine_b.restore()
+    assert engine_b.reset_prefix_cache()
+    alone = [engine_b.generate([prompt]) for prompt in prompts]
+    engine_a.close()
+    engine_b.close()
+
+    assert nothing == [None]
+    for answer, expected in zip(answers, alone, strict=True):
+        assert_same(answer, expected)
+
+
+def wait_until_free(engine):
+    """vLLM has all of its blocks again; what a connector that stands aside counts is stale."""
+    give_up_s = time.monotonic() + PATIENCE_S
+    while (state := engine.state())["blocks_in_use"] or state["requests"]:
+        assert time.monotonic() < give_up_s, f"never free: {state}"
+        time.sleep(0.05)
