@@ -17,6 +17,7 @@ THERE, HERE = ([tokens(count, seed + count) for count in LENGTHS] for seed in (5
 SMALL_STEPS = {"enable_chunked_prefill": True, "max_num_batched_tokens": 48, "max_num_seqs": 4}
 
 
+@pytest.mark.slow
 def test_both_ways_at_the_same_time(engine_a, engine_b, model):
     """A prompt takes several steps in one engine; the other one has no cache of its own."""
     engine_a.open(model("full"), **transfer.settings("kv_both"), **SMALL_STEPS)
