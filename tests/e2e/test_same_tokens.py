@@ -22,6 +22,14 @@ VARIATION_MIN = 2e-5
 where prefill comes in other pieces."""
 
 each_scenario = pytest.mark.parametrize("scenario", scenarios.ALL, ids=lambda s: s.name)
+QUICK = (scenarios.LENGTHS, scenarios.WINDOW, scenarios.ADAPTERS)
+after_restarts = pytest.mark.parametrize(
+    "scenario",
+    [
+        pytest.param(each, id=each.name, marks=[] if each in QUICK else [pytest.mark.slow])
+        for each in scenarios.ALL
+    ],
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +47,7 @@ def test_another_process_answers_the_same(trials, scenario):
         assert farthest(trial, run) <= 2 * variation(trials, trial)
 
 
-@each_scenario
+@after_restarts
 def test_after_all_processes_have_restarted(trials, restarted, scenario):
     trial = restarted[scenario.name]
     warm = trials.warm(trial)
