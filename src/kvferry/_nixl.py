@@ -8,7 +8,7 @@ import importlib
 from array import array
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvferry.errors import ConfigError
 
@@ -16,6 +16,16 @@ PACKAGES = ("nixl", "nixl_cu12", "nixl_cu13")
 DONE = "DONE"
 
 Handle = Any
+
+
+class Memory(NamedTuple):
+    """Where memory lies. `index`: of a GPU, as the process counts those that it sees."""
+
+    kind: str  # "DRAM" or "VRAM"
+    index: int = 0
+
+
+HOST = Memory("DRAM")
 
 
 class NixlError(Exception):
@@ -43,10 +53,10 @@ def find() -> ModuleType:
 class Agent:
     """One NIXL agent. Calls are made by one thread at a time; each may raise NixlError.
 
-    `memory_type`: "DRAM" or "VRAM", of all memory that is registered and read.
+    `memory`: all that it registers lies there.
     """
 
-    def __init__(self, name: str, backends: Sequence[str], memory_type: str):
+    def __init__(self, name: str, backends: Sequence[str], memory: Memory = HOST):
         """Creates the agent and its backends (tens of milliseconds to a second). ConfigError if a
         backend is not there. NIXL's own thread for progress is off: it spins, one core for each
         agent. Whoever owns the agent calls `state` and `received` often instead."""
@@ -54,7 +64,7 @@ class Agent:
         import numpy  # noqa: PLC0415  NIXL brings it; nobody else needs it
 
         self._numpy = numpy
-        self._memory_type = memory_type
+        self._memory = memory
         self._errors = tuple(
             value
             for key, value in vars(self._api.nixlBind).items()
@@ -75,18 +85,18 @@ class Agent:
         }
 
     def register(self, address: int, length_bytes: int) -> Handle:
-        return self._call(
-            self._agent.register_memory, [(address, length_bytes, 0, "")], self._memory_type
-        )
+        kind, index = self._memory
+        rows = [(address, length_bytes, index, "")]
+        return self._call(self._agent.register_memory, rows, kind)
 
     def deregister(self, registration: Handle) -> None:
         self._call(self._agent.deregister_memory, registration)
 
     def describe(self, ranges: Sequence[tuple[int, int]]) -> bytes:
         """How to reach this agent, and these ranges, each as it was registered."""
-        kind = self._agent.nixl_mems[self._memory_type]
-        rows = [(address, length_bytes, 0, "") for address, length_bytes in ranges]
-        descriptors = self._api.nixlBind.nixlRegDList(kind, rows)
+        kind, index = self._memory
+        rows = [(address, length_bytes, index, "") for address, length_bytes in ranges]
+        descriptors = self._api.nixlBind.nixlRegDList(self._agent.nixl_mems[kind], rows)
         return self._call(self._agent.get_partial_agent_metadata, descriptors, True)
 
     def add_peer(self, description: bytes) -> str:
@@ -96,11 +106,15 @@ class Agent:
     def remove_peer(self, name: str) -> None:
         self._call(self._agent.remove_remote_agent, name)
 
-    def table(self, peer: str, strides: Sequence[tuple[int, int, int, int]]) -> Handle:
-        """Strides: address, piece bytes, distance, count. `peer` "": own memory."""
-        rows = [(address, piece, 0, distance, count) for address, piece, distance, count in strides]
+    def table(
+        self, peer: str, strides: Sequence[tuple[int, int, int, int]], memory: Memory
+    ) -> Handle:
+        """Strides: address, piece bytes, distance, count, in the peer's `memory`. `peer` "": own
+        memory."""
+        kind, index = memory
+        rows = [(address, piece, index, step, count) for address, piece, step, count in strides]
         rows = self._numpy.array(rows, dtype=self._numpy.uint64)
-        return self._call(self._agent.prep_xfer_dlist, peer, rows, self._memory_type)
+        return self._call(self._agent.prep_xfer_dlist, peer, rows, kind)
 
     def drop_table(self, table: Handle) -> None:
         self._call(self._agent.release_dlist_handle, table)

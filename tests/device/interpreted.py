@@ -4,6 +4,7 @@ Import this before `kvferry.device.kernels`: where there is no GPU it turns the 
 this process only: those that tests start must not inherit that.
 """
 
+import ctypes
 import os
 import random
 from array import array
@@ -97,6 +98,13 @@ class LateDevice:
 
     def buffer(self, length_bytes: int) -> torch.Tensor:
         return torch.full((length_bytes,), 0xEE, dtype=torch.uint8)
+
+    def memory(self, length_bytes: int) -> tuple[int, object]:
+        memory = self.buffer(length_bytes)
+        return memory.data_ptr(), memory
+
+    def zero(self, address: int, length_bytes: int) -> None:
+        ctypes.memset(address, 0, length_bytes)
 
     def slip(self, words: array) -> torch.Tensor:
         return torch.frombuffer(words, dtype=torch.int64).clone()

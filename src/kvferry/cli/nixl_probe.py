@@ -11,14 +11,14 @@ from array import array
 
 import msgspec
 
-from kvferry._nixl import Agent
+from kvferry._nixl import HOST, Agent
 from kvferry.clock import Clock, SystemClock
 from kvferry.errors import CorruptError, Error, UnavailableError
 from kvferry.transfer.base import Ending, Link, Range, ReadEnded, Stride
 from kvferry.transfer.nixl_link import NixlLink
 
 BACKEND = "UCX"
-MEMORY = "DRAM"
+MEMORY = HOST.kind
 PIECE_BYTES = 1 << 20
 PIECE_COUNT = 64
 ROUNDS = 3
@@ -103,8 +103,8 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     clock = SystemClock()
-    plugins = Agent("kvferry-doctor", (), MEMORY).plugins()
-    reader, peer = NixlLink(clock, (BACKEND,), MEMORY), NixlLink(clock, (BACKEND,), MEMORY)
+    plugins = Agent("kvferry-doctor", ()).plugins()
+    reader, peer = NixlLink(clock, (BACKEND,)), NixlLink(clock, (BACKEND,))
     replies.write(msgspec.json.encode(Ends(reader, peer, clock).measure(plugins)))
     replies.flush()
 

@@ -92,6 +92,16 @@ class Cuda:
     def buffer(self, length_bytes: int) -> torch.Tensor:
         return torch.zeros(length_bytes, dtype=torch.uint8, device=self.device)
 
+    def memory(self, length_bytes: int) -> tuple[int, object]:
+        """For staging in GPU memory: see `staging.Allocate`. Other processes can be let into it."""
+        memory = self.buffer(length_bytes)
+        torch.cuda.current_stream(self.device).synchronize()
+        return memory.data_ptr(), memory
+
+    def zero(self, address: int, length_bytes: int) -> None:
+        """On the current queue."""
+        torch.as_tensor(_Bytes(address, length_bytes), device=self.device).zero_()
+
     def slip(self, words: array) -> torch.Tensor:
         """8-byte words in pinned memory, which kernels read and write in place. Reused once nobody
         refers to it."""
@@ -109,6 +119,18 @@ class Cuda:
 
     def unpin(self, address: int) -> None:
         torch.cuda.cudart().cudaHostUnregister(address)
+
+
+class _Bytes:
+    """Memory of a GPU by its address, for torch."""
+
+    def __init__(self, address: int, length_bytes: int):
+        self.__cuda_array_interface__ = {
+            "shape": (length_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
 
 
 def first_gpu() -> torch.device:

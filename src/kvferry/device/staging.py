@@ -1,24 +1,33 @@
 """Staging: kvferry's own memory between engine blocks and anything else.
 
-A page-aligned anonymous mapping cut into slots of one size, registered once with whatever moves
-bytes. A slot is handed out and back exactly once; one that an operation still uses after its
-deadline simply is not given back until the operation ends. Loads come before stores: a part of
-the slots is kept for them.
+Page-aligned memory, by default an anonymous mapping of the host's, cut into slots of one size and
+registered once with whatever moves bytes. A slot is handed out and back exactly once; one that an
+operation still uses after its deadline simply is not given back until the operation ends. Loads
+come before stores: a part of the slots is kept for them.
 """
 
 import ctypes
 import heapq
 import mmap
 import threading
+from collections.abc import Callable
 
 from kvferry.errors import ConfigError, InternalError
 from kvferry.layout import SLICE_ALIGNMENT_BYTES, round_up
+
+Allocate = Callable[[int], tuple[int, object]]
+"""Takes memory of so many bytes: its address, and what keeps it."""
+
+
+def host_memory(length_bytes: int) -> tuple[int, object]:
+    memory = mmap.mmap(-1, length_bytes)
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory)), memory
 
 
 class Staging:
     """`slot_bytes` is rounded up to 4 KiB. Any thread may take and give back."""
 
-    def __init__(self, total_bytes: int, slot_bytes: int):
+    def __init__(self, total_bytes: int, slot_bytes: int, allocate: Allocate = host_memory):
         self.slot_bytes = round_up(slot_bytes, SLICE_ALIGNMENT_BYTES)
         self.slot_count = total_bytes // self.slot_bytes
         if self.slot_count < 2:  # one for loads, one for stores
@@ -30,7 +39,8 @@ class Staging:
             )
         self.kept_for_loads = max(1, self.slot_count // 4)
         self.address = 0
-        self._memory: mmap.mmap | None = None
+        self._allocate = allocate
+        self._memory: object = None
         self._free: list[int] = []
         self._taken: set[int] = set()
         self._lock = threading.Lock()
@@ -44,8 +54,7 @@ class Staging:
         return len(self._taken)
 
     def open(self) -> None:
-        self._memory = mmap.mmap(-1, self.length_bytes)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self.address, self._memory = self._allocate(self.length_bytes)
         self._free = [self.address + i * self.slot_bytes for i in range(self.slot_count)]
 
     def close(self) -> None:

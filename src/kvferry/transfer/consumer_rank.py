@@ -18,7 +18,7 @@ import threading
 from collections import deque
 
 from kvferry.clock import Clock
-from kvferry.device.staging import Staging
+from kvferry.device.staging import Allocate, Staging, host_memory
 from kvferry.errors import UnavailableError
 from kvferry.metrics import Metrics
 from kvferry.transfer.base import Link, ReadEnded
@@ -48,6 +48,7 @@ class ConsumerRank:
         peers: Peers,
         unloaders: Unloaders,
         rank: int,
+        allocate: Allocate = host_memory,
     ):
         self._settings = settings
         self._clock = clock
@@ -55,7 +56,7 @@ class ConsumerRank:
         self._link = link
         self.peers = peers
         self._unloaders = unloaders
-        self._staging = Staging(settings.staging_bytes, settings.slot_bytes)
+        self._staging = Staging(settings.staging_bytes, settings.slot_bytes, allocate)
         self._reads = Reads(settings, clock, metrics, link, peers, self._staging)
         self._claims = Claims(settings, clock, metrics, link, peers, rank)
         self._lock = threading.Lock()

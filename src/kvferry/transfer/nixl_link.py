@@ -6,11 +6,12 @@ does not notice that a peer is gone until it is used, so a peer that failed is r
 again by whoever wants it. A name is used once: NIXL refuses another process under a known name.
 """
 
+import struct
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvferry._nixl import DONE, Agent, Handle, NixlError
+from kvferry._nixl import DONE, HOST, Agent, Handle, Memory, NixlError
 from kvferry.clock import Clock
 from kvferry.errors import (
     ClosedError,
@@ -33,6 +34,9 @@ from kvferry.transfer.base import (
 POLL_S = 0.001
 NOT_THERE = "nixlNotFoundError"
 GONE = "nixlRemoteDisconnectError"
+KINDS = ("DRAM", "VRAM")
+WHERE = struct.Struct("<BI")
+"""A description is where the memory lies (kind, index), then what NIXL says."""
 NO_DESCRIPTION = ("nixlMismatchError", "nixlInvalidParamError", "nixlNotAllowedError")
 
 
@@ -52,17 +56,18 @@ class NixlLink:
     """See `base` and the module. Nothing moves on a transport without hardware for it but in calls
     of the owner's, also what peers read: `poll` often.
 
-    `backends`: of NIXL. `memory_type`: "DRAM" or "VRAM".
+    `backends`: of NIXL. `memory`: where all lies that is registered here; a peer's may lie
+    elsewhere.
     """
 
-    def __init__(self, clock: Clock, backends: Sequence[str] = ("UCX",), memory_type: str = "DRAM"):
+    def __init__(self, clock: Clock, backends: Sequence[str] = ("UCX",), memory: Memory = HOST):
         self._clock = clock
         self._backends = tuple(backends)
-        self._memory_type = memory_type
+        self._memory = memory
         self._name = ""
         self._agent: Agent | None = None
         self._registered: dict[Range, Handle] = {}
-        self._peers: dict[str, bytes] = {}
+        self._peers: dict[str, Memory] = {}
         self._tables: dict[int, _Table] = {}
         self._table_count = 0
         self._reads: dict[int, _Read] = {}
@@ -76,7 +81,7 @@ class NixlLink:
     def open(self) -> None:
         self._name = "kvferry-" + self._clock.random_bytes(12).hex()
         try:
-            self._agent = Agent(self._name, self._backends, self._memory_type)
+            self._agent = Agent(self._name, self._backends, self._memory)
         except NixlError as error:
             raise ConfigError("nixl.open", f"NIXL does not start: {error}") from error
 
@@ -107,7 +112,7 @@ class NixlLink:
         except NixlError as error:
             raise ConfigError(
                 "nixl.register",
-                f"{memory.length_bytes} bytes of {self._memory_type} cannot be registered: {error}",
+                f"{memory.length_bytes} bytes of {self._memory.kind} cannot be registered: {error}",
             ) from error
         self._registered[memory] = handle
 
@@ -115,17 +120,19 @@ class NixlLink:
         unknown = [memory for memory in readable if memory not in self._registered]
         if unknown:
             raise InternalError("link.describe", "a range that was not registered as it is")
-        return self._open_agent().describe([(m.address, m.length_bytes) for m in readable])
+        where = WHERE.pack(KINDS.index(self._memory.kind), self._memory.index)
+        return where + self._open_agent().describe([(m.address, m.length_bytes) for m in readable])
 
     def connect(self, description: bytes) -> str:
         agent = self._open_agent()
+        memory = _memory_of(description)
         try:
-            peer = agent.add_peer(description)
+            peer = agent.add_peer(description[WHERE.size :])
         except NixlError as error:
             if error.name in NO_DESCRIPTION:
                 raise IncompatibleError("link.description", f"no description: {error}") from error
             raise UnavailableError("link.connect", f"cannot reach a peer: {error}") from error
-        self._peers[peer] = description
+        self._peers[peer] = memory
         return peer
 
     def disconnect(self, peer: str) -> None:
@@ -143,7 +150,7 @@ class NixlLink:
             raise UnavailableError("link.peer", "this peer is not connected", peer=peer)
         rows = [(s.address, s.piece_bytes, s.stride_bytes, s.count) for s in strides]
         try:
-            handle = agent.table(peer or "", rows)
+            handle = agent.table(peer or "", rows, self._peers[peer] if peer else self._memory)
         except NixlError as error:
             if error.name == GONE:
                 raise UnavailableError("link.peer", f"the peer is gone: {error}") from error
@@ -220,3 +227,11 @@ class NixlLink:
         if self._agent is None:
             raise ClosedError("link.closed", "this end is not open")
         return self._agent
+
+
+def _memory_of(description: bytes) -> Memory:
+    """Raises IncompatibleError."""
+    kind, index = WHERE.unpack(description[: WHERE.size].ljust(WHERE.size, b"\xff"))
+    if kind >= len(KINDS):
+        raise IncompatibleError("link.description", "no description: it does not say which memory")
+    return Memory(KINDS[kind], index)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvferry.device.base import Copier, Piece
-from kvferry.device.staging import Staging
+from kvferry.device.staging import Allocate, Staging, host_memory
 from kvferry.transfer.landing import CopierMaker, Landing
 from kvferry.transfer.plan import ChunkRead, Lane
 
@@ -95,19 +95,22 @@ class Unloaders:
     """All of one rank, by the shapes of landing and blocks: few, however many peers there are.
     What the threads share is replaced, never changed.
 
-    `page_bytes`: of the memory for pages. `open` is not needed; `close` is idempotent.
+    `page_bytes`: of the memory for pages, which `allocate` takes. `open` is not needed; `close` is
+    idempotent.
     """
 
-    def __init__(self, make_copier: CopierMaker, page_bytes: int):
+    def __init__(self, make_copier: CopierMaker, page_bytes: int, allocate: Allocate = host_memory):
         self._make_copier = make_copier
         self._page_bytes = page_bytes
+        self._allocate = allocate
         self._unloaders: dict[tuple, tuple[Unloader, Staging]] = {}
 
     def of(self, lane: Lane, landing: Landing) -> Unloader:
         regions, geometry = landing.regions(), landing.geometry
         key = regions, lane.target, geometry
         if key not in self._unloaders:
-            pages = Staging(max(self._page_bytes, 2 * geometry.page_bytes), geometry.page_bytes)
+            total_bytes = max(self._page_bytes, 2 * geometry.page_bytes)
+            pages = Staging(total_bytes, geometry.page_bytes, self._allocate)
             pages.open()
             unloader = Unloader(
                 landing,

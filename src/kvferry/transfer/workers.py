@@ -12,6 +12,7 @@ with.
 from collections.abc import Callable, Sequence
 
 from kvferry.clock import Clock
+from kvferry.device.staging import Allocate, host_memory
 from kvferry.metrics import Metrics
 from kvferry.transfer.base import Link, Range
 from kvferry.transfer.compatibility import Compatibility
@@ -66,7 +67,8 @@ class ProducerWorker:
 
 
 class ConsumerWorker:
-    """`targets`: the layouts of all ranks of this engine, `layout` is the one of this rank."""
+    """`targets`: the layouts of all ranks of this engine, `layout` is the one of this rank.
+    `allocate`: takes memory that `link` can register and copiers can reach."""
 
     def __init__(
         self,
@@ -78,16 +80,19 @@ class ConsumerWorker:
         targets: Sequence[RankLayout],
         compatibility: Compatibility,
         make_copier: CopierMaker,
+        allocate: Allocate = host_memory,
         make_dialer: Callable[[Callable], Dialer] = ThreadDialer,
     ):
         self._settings = settings
         self._link = link
-        unloaders = Unloaders(make_copier, settings.slot_bytes)
+        unloaders = Unloaders(make_copier, settings.slot_bytes, allocate)
         dialer = make_dialer(
             lambda offer: dial(offer.host, offer.port, offer.boot, compatibility, settings, clock)
         )
         peers = Peers(settings, clock, metrics, link, dialer, layout, targets, unloaders)
-        self.rank = ConsumerRank(settings, clock, metrics, link, peers, unloaders, layout.rank)
+        self.rank = ConsumerRank(
+            settings, clock, metrics, link, peers, unloaders, layout.rank, allocate
+        )
         self.mover = Mover(settings, clock, metrics, link, self.rank)
 
     def open(self) -> None:

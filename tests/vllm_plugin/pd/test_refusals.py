@@ -59,8 +59,14 @@ def test_states_of_mamba_are_refused():
         check(group(MambaSpec()))
 
 
-@pytest.mark.parametrize("device", ["cuda", "xpu"])
-def test_memory_of_a_device_is_refused(device):
-    refusals.check_memory({"cpu"})
-    with pytest.raises(ConfigError, match=f"{device} memory"):
-        refusals.check_memory({"cpu", device})
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_memory_is_read_where_it_is(device):
+    other = {"cpu": "cuda", "cuda": "cpu"}[device]
+    refusals.check_memory(SimpleNamespace(kv_buffer_device=device), {device})
+    with pytest.raises(ConfigError, match=f"'{other}', and the KV cache lies in {device} memory"):
+        refusals.check_memory(SimpleNamespace(kv_buffer_device=other), {device})
+
+
+def test_memory_that_no_copier_reaches_is_refused():
+    with pytest.raises(ConfigError, match="xpu memory"):
+        refusals.check_memory(SimpleNamespace(kv_buffer_device="xpu"), {"xpu"})

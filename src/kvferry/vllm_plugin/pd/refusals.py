@@ -22,14 +22,16 @@ def check(
     )
 
 
-def check_memory(device_types: set[str]) -> None:
-    """Raises ConfigError where the KV cache lies in memory that is not read yet."""
-    for device_type in sorted(device_types - {"cpu"}):
+def check_memory(transfer: Any, device_types: set[str]) -> None:
+    """Raises ConfigError where the KV cache lies in memory that no copier reaches, or should be
+    moved by way of other memory. `transfer`: vLLM's `KVTransferConfig`."""
+    refusals.check_memory(device_types)
+    (device_type,) = device_types
+    if transfer.kv_buffer_device != device_type:
         raise ConfigError(
             "vllm.refused",
-            f"the KV cache lies in {device_type} memory: the transfer connector moves host memory"
-            " only so far, with or without kv_buffer_device; use the offload connector, or vLLM's"
-            " NixlConnector",
+            f"kv_buffer_device is {transfer.kv_buffer_device!r}, and the KV cache lies in"
+            f" {device_type} memory: kvferry reads it where it is; leave kv_buffer_device out",
         )
 
 

@@ -1,5 +1,6 @@
 """The worker role: what vLLM's worker says, to the ranks. One thread: the worker's."""
 
+import functools
 import threading
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -8,12 +9,15 @@ import torch
 import torch.distributed
 from vllm.distributed.parallel_state import get_tp_group
 
+from kvferry._nixl import HOST, Memory
 from kvferry.clock import Clock
 from kvferry.device.host import HostCopier
+from kvferry.device.staging import Allocate, host_memory
 from kvferry.errors import InternalError
 from kvferry.metrics import Metrics
 from kvferry.transfer.compatibility import Compatibility
 from kvferry.transfer.halves import Finished, Report
+from kvferry.transfer.landing import CopierMaker
 from kvferry.transfer.lease import CLOCK_DRIFT_MAX
 from kvferry.transfer.nixl_link import NixlLink
 from kvferry.transfer.settings import Settings
@@ -32,6 +36,14 @@ class Collected(NamedTuple):
 
     loads: Finished = Finished()
     ended: frozenset[str] = frozenset()
+
+
+class Place(NamedTuple):
+    """Where the engine's KV cache lies, and what is brought there lands."""
+
+    memory: Memory
+    make_copier: CopierMaker
+    allocate: Allocate
 
 
 class WorkerRole:
@@ -59,12 +71,14 @@ class WorkerRole:
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Opens the ranks over the engine's memory. Raises ConfigError."""
-        refusals.check_memory({tensor.device.type for tensor in kv_caches.values()})
+        transfer = self._vllm_config.kv_transfer_config
+        refusals.check_memory(transfer, {tensor.device.type for tensor in kv_caches.values()})
         self._kv_caches = dict(kv_caches)
+        self._place = place_of(next(iter(kv_caches.values())).device)
         rank = this_rank()
         model = model_record(self._settings, self._vllm_config)
         identity = rank_identity(self._vllm_config, self._kv_cache_config, kv_caches, rank, model)
-        transfer, end = self._vllm_config.kv_transfer_config, None
+        end = None
         if transfer.is_kv_producer:
             end = self._open_producer(identity.layout)
         if transfer.is_kv_consumer:
@@ -76,7 +90,7 @@ class WorkerRole:
             self._settings,
             self._clock,
             self._metrics,
-            NixlLink(self._clock),
+            NixlLink(self._clock, memory=self._place.memory),
             layout,
             storages(self._kv_caches),
         )
@@ -89,11 +103,12 @@ class WorkerRole:
             self._settings,
             self._clock,
             self._metrics,
-            NixlLink(self._clock),
+            NixlLink(self._clock, memory=self._place.memory),
             layout,
             all_layouts(layout, rank),
             compatibility,
-            lambda regions, geometry: HostCopier(regions, geometry, 1),
+            self._place.make_copier,
+            self._place.allocate,
         )
         self._consumer.open()
         self._consumer.start()
@@ -151,6 +166,17 @@ class WorkerRole:
     @property
     def _workers(self) -> list[ProducerWorker | ConsumerWorker]:
         return [worker for worker in (self._producer, self._consumer) if worker is not None]
+
+
+def place_of(device: torch.device) -> Place:
+    if device.type == "cpu":
+        return Place(HOST, lambda regions, geometry: HostCopier(regions, geometry, 1), host_memory)
+    from kvferry.device.gpu import Cuda  # noqa: PLC0415 - triton, on GPUs only
+    from kvferry.device.resident import ResidentCopier  # noqa: PLC0415
+
+    cuda = Cuda(device)
+    make_copier = functools.partial(ResidentCopier, cuda)
+    return Place(Memory("VRAM", device.index or 0), make_copier, cuda.memory)
 
 
 def keep_alive(kept: object, duration_s: float) -> None:
