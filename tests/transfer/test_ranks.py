@@ -1,11 +1,14 @@
 """One consumer rank and one producer rank over a link that does as told: what is read is used only
 if it is sure, and nothing is used again too early."""
 
+import threading
+
 import msgspec
 import pytest
 
 from kvferry.device.base import SKIP
 from kvferry.errors import IncompatibleError, UnavailableError
+from kvferry.transfer import consumer_rank
 from kvferry.transfer.halves import Load, Report, Watch
 from kvferry.transfer.memory import Motion
 from kvferry.transfer.mover import Mover
@@ -26,6 +29,22 @@ def test_a_load_brings_the_bytes_and_lets_the_producer_go_on(rig):
     rig.rounds(5, step_s=0.1)
     assert rig.source_rank.take_ended() == {"text"}
     assert rig.rank.is_idle
+
+
+def test_a_step_that_computes_nothing_leaves_the_interpreter_to_the_mover(rig, monkeypatch):
+    """Until the load has ended; not at all while there is nothing to wait for."""
+    monkeypatch.setattr(consumer_rank, "NEWS_WAIT_S", 60.0)
+    rig.rank.wait()
+    rig.granted()
+    rig.load("r", (1, 2))
+    waiting = threading.Thread(target=rig.rank.wait, daemon=True)
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    rig.rounds()
+    waiting.join(20.0)
+    assert not waiting.is_alive()
+    rig.rank.wait()
 
 
 def test_a_part_is_loaded_behind_what_is_there(rig):

@@ -33,6 +33,9 @@ from kvferry.transfer.unload import Unloaders
 
 POSTING_S = 0.05
 """For how long one round begins reads."""
+NEWS_WAIT_S = 0.005
+"""For how long a step that computes nothing leaves the interpreter to the mover, which otherwise
+waits as long for it at each call."""
 
 
 class ConsumerRank:
@@ -60,6 +63,7 @@ class ConsumerRank:
         self._reads = Reads(settings, clock, metrics, link, peers, self._staging)
         self._claims = Claims(settings, clock, metrics, link, peers, rank)
         self._lock = threading.Lock()
+        self._news = threading.Event()
         self._step = 0
         self._is_aside = False
         self._plans: deque[ConsumerPlan] = deque()
@@ -99,6 +103,13 @@ class ConsumerRank:
                 if self._is_aside:
                     self._fail(job, "internal")
         self._plans.append(plan)
+
+    def wait(self) -> None:
+        """Until there is something to collect or to report, but not for long; not at all if nothing
+        is under way."""
+        self._news.clear()
+        if not (self._has_news or self.is_idle):
+            self._news.wait(NEWS_WAIT_S)
 
     def collect(self) -> Finished:
         """Loads that have ended since the last call, after a look at the deadlines."""
@@ -164,6 +175,8 @@ class ConsumerRank:
             self._end_what_is_over()
         while self._over:
             self._claims.let_go(self._over.popleft())
+        if self._has_news:
+            self._news.set()
         return moved
 
     def take(self, body: Body) -> None:
@@ -207,6 +220,10 @@ class ConsumerRank:
         told = self._claims.granted or self._claims.refused
         is_clear = self.taken_count == self._reads.given_up_count
         return is_clear and self._claims.is_idle and not (jobs or told or self._plans)
+
+    @property
+    def _has_news(self) -> bool:
+        return bool(self._ended or self._claims.granted or self._claims.refused)
 
     def _take_plan(self, plan: ConsumerPlan) -> None:
         for watch in plan.watches:

@@ -15,7 +15,7 @@ from kvferry.layout import PageGeometry, Region
 from kvferry.transfer.base import Indices, Range, Stride
 from kvferry.transfer.plan import ChunkRead, Lane
 
-CHUNK_TOKENS_MAX = 256
+CHUNK_TOKENS_MAX = 4096
 
 CopierMaker = Callable[[Sequence[Region], PageGeometry], Copier]
 """Makes a copier that is not open yet."""

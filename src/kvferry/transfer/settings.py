@@ -99,8 +99,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         _Staging, process(description="Memory of each rank in which reads land.")
     ] = 256 << 20
     slot_bytes: Annotated[
-        _Staging, process(description="The part of it that one read takes at most.")
-    ] = 8 << 20
+        _Staging | None,
+        process(
+            description="The part of it that one read takes at most. Default: 8 MiB; 64 MiB on a"
+            " GPU, where reads are short and each costs the same."
+        ),
+    ] = None
     quarantine_bytes_max: Annotated[
         int,
         process(

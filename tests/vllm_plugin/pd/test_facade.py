@@ -72,9 +72,13 @@ class WorkerRole(Breaking):
     def __init__(self):
         super().__init__()
         self.collected = Collected()
+        self.waited_count = 0
 
     def before_step(self, plans):
         self._maybe_break("before_step")
+
+    def wait(self):
+        self.waited_count += 1
 
     def collect(self):
         self._maybe_break("collect")
@@ -119,13 +123,21 @@ def test_what_is_planned_is_left_to_the_worker():
     side = SchedulerSide(SchedulerRole(), Metrics())
     side.allocated(request("a"), BLOCKS, 64)
     assert side.finished(request("b"), ([5],)) == (True, PARAMS)
-    metadata = side.build()
+    metadata = side.build(is_empty=False)
     assert (metadata.lost_loads, metadata.lost_holds) == ((), ())
     assert metadata.decode() == plans_of([load("a")], [hold("b")])
 
 
+def test_only_a_step_that_computes_nothing_waits(worker):
+    role, side = worker
+    for is_empty in (False, True, False):
+        side.before_step(StepMetadata(b"", is_empty=is_empty))
+        side.results()
+    assert role.waited_count == 1
+
+
 def test_a_step_without_news_costs_nothing():
-    assert SchedulerSide(SchedulerRole(), Metrics()).build() == StepMetadata(b"")
+    assert SchedulerSide(SchedulerRole(), Metrics()).build(is_empty=False) == StepMetadata(b"")
 
 
 @pytest.mark.parametrize("place", ["allocated", "build"])
@@ -135,9 +147,9 @@ def test_what_no_plan_names_is_given_up(place):
     kept = side.finished(request("kept"), ([5],))
     role.breaks_in = place
     side.allocated(request(), BLOCKS, 64)
-    metadata = side.build()
+    metadata = side.build(is_empty=False)
     assert metadata == StepMetadata(None, (("r", (5, 6)),), ("kept",))
-    assert side.build() == StepMetadata(None)
+    assert side.build(is_empty=False) == StepMetadata(None)
     assert kept[0]
     assert role.is_closed
 
@@ -155,7 +167,7 @@ def test_a_scheduler_side_that_stands_aside_promises_nothing(place):
     side.update(output)
     assert side.match(request(), 0) == (0, False)
     assert side.finished(request("q"), ([5],)) == (False, None)
-    assert side.build().plans is None
+    assert side.build(is_empty=False).plans is None
 
 
 def test_each_is_answered_once(worker):

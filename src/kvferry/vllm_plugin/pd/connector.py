@@ -135,7 +135,7 @@ class FerryTransferConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
-        return self._scheduler.build()
+        return self._scheduler.build(is_empty=scheduler_output.total_num_scheduled_tokens == 0)
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler.has_news

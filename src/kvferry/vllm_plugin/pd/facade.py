@@ -56,7 +56,7 @@ class SchedulerSide:
             self._unsent_loads[request.request_id] = blocks
         self._edge.call(self._role.allocated, request, blocks, external_tokens, otherwise=None)
 
-    def build(self) -> StepMetadata:
+    def build(self, is_empty: bool) -> StepMetadata:
         loads, self._unsent_loads = self._unsent_loads, {}
         holds, self._unsent_holds = self._unsent_holds, set()
         plans = self._edge.call(self._build, loads, holds, otherwise=None)
@@ -64,6 +64,7 @@ class SchedulerSide:
             plans=plans,
             lost_loads=tuple((name, _flat(blocks)) for name, blocks in loads.items()),
             lost_holds=tuple(holds),
+            is_empty=is_empty,
         )
 
     def _build(self, loads: dict[str, Any], holds: set[str]) -> bytes:
@@ -141,8 +142,10 @@ class WorkerSide:
         self._lost_holds: set[str] = set()
         self._over_s = float("inf")
         self._has_told = False
+        self._is_empty = False
 
     def before_step(self, metadata: StepMetadata) -> None:
+        self._is_empty = metadata.is_empty
         self._lost_loads.update(metadata.lost_loads)
         self._lost_holds.update(metadata.lost_holds)
         plans = metadata.decode()
@@ -157,6 +160,8 @@ class WorkerSide:
 
     def results(self) -> Results:
         """Of this step."""
+        if self._is_empty:
+            self._edge.call(self._role.wait, otherwise=None)
         collected = self._edge.call(self._role.collect, otherwise=Collected())
         lost, self._lost_loads = self._lost_loads, {}
         sent, self._lost_holds = self._lost_holds, set()

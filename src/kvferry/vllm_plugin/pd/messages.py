@@ -46,12 +46,14 @@ class StepMetadata(KVConnectorMetadata):
 
     `plans`: encoded Plans, empty if there is nothing new; None once the scheduler side stands
     aside. `lost_loads`: loads that the scheduler waits for and no plan will name, request and
-    blocks; `lost_holds`: requests whose blocks it keeps though no plan says so.
+    blocks; `lost_holds`: requests whose blocks it keeps though no plan says so. `is_empty`: nothing
+    is computed.
     """
 
     plans: bytes | None
     lost_loads: tuple[tuple[str, tuple[int, ...]], ...] = ()
     lost_holds: tuple[str, ...] = ()
+    is_empty: bool = False
 
     def decode(self) -> Plans | None:
         if self.plans is None:

@@ -2,11 +2,12 @@
 
 import functools
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
+from msgspec.structs import replace
 from vllm.distributed.parallel_state import get_tp_group
 
 from kvferry._nixl import HOST, Memory
@@ -14,6 +15,7 @@ from kvferry.clock import Clock
 from kvferry.device.host import HostCopier
 from kvferry.device.staging import Allocate, host_memory
 from kvferry.errors import InternalError
+from kvferry.layout import PageGeometry, Region
 from kvferry.metrics import Metrics
 from kvferry.transfer.compatibility import Compatibility
 from kvferry.transfer.halves import Finished, Report
@@ -44,6 +46,7 @@ class Place(NamedTuple):
     memory: Memory
     make_copier: CopierMaker
     allocate: Allocate
+    slot_bytes: int
 
 
 class WorkerRole:
@@ -75,6 +78,8 @@ class WorkerRole:
         refusals.check_memory(transfer, {tensor.device.type for tensor in kv_caches.values()})
         self._kv_caches = dict(kv_caches)
         self._place = place_of(next(iter(kv_caches.values())).device)
+        if self._settings.slot_bytes is None:
+            self._settings = replace(self._settings, slot_bytes=self._place.slot_bytes)
         rank = this_rank()
         model = model_record(self._settings, self._vllm_config)
         identity = rank_identity(self._vllm_config, self._kv_cache_config, kv_caches, rank, model)
@@ -125,6 +130,11 @@ class WorkerRole:
         if plans != Plans():
             self._wake()
 
+    def wait(self) -> None:
+        """In a step that computes nothing."""
+        if self._consumer is not None:
+            self._consumer.rank.wait()
+
     def collect(self) -> Collected:
         loads = self._consumer.rank.collect() if self._consumer is not None else Finished()
         ended = self._producer.rank.take_ended() if self._producer is not None else ()
@@ -170,13 +180,17 @@ class WorkerRole:
 
 def place_of(device: torch.device) -> Place:
     if device.type == "cpu":
-        return Place(HOST, lambda regions, geometry: HostCopier(regions, geometry, 1), host_memory)
+
+        def make_host_copier(regions: Sequence[Region], geometry: PageGeometry) -> HostCopier:
+            return HostCopier(regions, geometry, 1)
+
+        return Place(HOST, make_host_copier, host_memory, 8 << 20)
     from kvferry.device.gpu import Cuda  # noqa: PLC0415 - triton, on GPUs only
     from kvferry.device.resident import ResidentCopier  # noqa: PLC0415
 
     cuda = Cuda(device)
     make_copier = functools.partial(ResidentCopier, cuda)
-    return Place(Memory("VRAM", device.index or 0), make_copier, cuda.memory)
+    return Place(Memory("VRAM", device.index or 0), make_copier, cuda.memory, 64 << 20)
 
 
 def keep_alive(kept: object, duration_s: float) -> None:
