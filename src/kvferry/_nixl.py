@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from kvferry.config import default_variable
 from kvferry.errors import ConfigError
 
 PACKAGES = ("nixl", "nixl_cu12", "nixl_cu13")
@@ -26,6 +27,9 @@ class Memory(NamedTuple):
 
 
 HOST = Memory("DRAM")
+GPU_READS = ("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "y")
+"""Without NVLink UCX reads another process's GPU memory by way of the host, 50 times slower, unless
+it is told not to."""
 
 
 class NixlError(Exception):
@@ -65,6 +69,8 @@ class Agent:
 
         self._numpy = numpy
         self._memory = memory
+        if memory.kind != HOST.kind:
+            default_variable(*GPU_READS)
         self._errors = tuple(
             value
             for key, value in vars(self._api.nixlBind).items()

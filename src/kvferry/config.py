@@ -315,6 +315,11 @@ def child_environment(**changes: str) -> dict[str, str]:
     return {**os.environ, **changes}
 
 
+def default_variable(name: str, value: str) -> None:
+    """For libraries that look at this process's environment. What the operator has set stays."""
+    os.environ.setdefault(name, value)
+
+
 def _user_folder(variable: str, below_home: str) -> Path:
     named = os.environ.get(variable, "")
     if os.path.isabs(named):
