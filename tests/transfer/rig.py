@@ -145,11 +145,14 @@ class Rig:
 
     def rounds(self, count=10, step_s=0.001):
         for _ in range(count):
-            self.clock.advance(step_s)
-            self.source_mover.step()
-            self.rank.begin(ConsumerPlan())
-            self.mover.step()
+            self.step_movers(step_s)
             self.collect()
+
+    def step_movers(self, step_s=0.001):
+        self.clock.advance(step_s)
+        self.source_mover.step()
+        self.rank.begin(ConsumerPlan())
+        self.mover.step()
 
     def collect(self):
         finished = self.rank.collect()

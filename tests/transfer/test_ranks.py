@@ -31,19 +31,30 @@ def test_a_load_brings_the_bytes_and_lets_the_producer_go_on(rig):
     assert rig.rank.is_idle
 
 
-def test_a_step_that_computes_nothing_leaves_the_interpreter_to_the_mover(rig, monkeypatch):
-    """Until the load has ended; not at all while there is nothing to wait for."""
-    monkeypatch.setattr(consumer_rank, "NEWS_WAIT_S", 60.0)
-    rig.rank.wait()
-    rig.granted()
-    rig.load("r", (1, 2))
-    waiting = threading.Thread(target=rig.rank.wait, daemon=True)
+def ends_with_rounds(rig, wait):
+    """Whether the wait ends when the movers go on, and not before."""
+    waiting = threading.Thread(target=wait, daemon=True)
     waiting.start()
     waiting.join(0.1)
-    assert waiting.is_alive()
-    rig.rounds()
+    is_waiting = waiting.is_alive()
+    for _ in range(10):
+        rig.step_movers()
     waiting.join(20.0)
-    assert not waiting.is_alive()
+    return is_waiting and not waiting.is_alive()
+
+
+def test_a_step_that_computes_nothing_leaves_the_interpreter_to_the_mover(rig, monkeypatch):
+    """Until there is a grant, and until the load has ended; not at all where it is the engine's
+    turn."""
+    monkeypatch.setattr(consumer_rank, "NEWS_WAIT_S", 60.0)
+    rig.rank.wait()
+    rig.plan(watches=[Watch("r", rig.hold())])
+    assert ends_with_rounds(rig, rig.rank.wait)
+    assert rig.rank.report().granted == ("r",)
+    rig.rank.wait()
+    rig.load("r", (1, 2))
+    assert ends_with_rounds(rig, rig.rank.wait)
+    assert rig.rank.collect().done == {"r"}
     rig.rank.wait()
 
 

@@ -64,6 +64,7 @@ class ConsumerRank:
         self._claims = Claims(settings, clock, metrics, link, peers, rank)
         self._lock = threading.Lock()
         self._news = threading.Event()
+        self._unanswered: set[str] = set()  # what is watched, the engine's thread's
         self._step = 0
         self._is_aside = False
         self._plans: deque[ConsumerPlan] = deque()
@@ -94,6 +95,8 @@ class ConsumerRank:
         self._unloaders.order(self._step)
         if plan == ConsumerPlan():
             return
+        self._unanswered.update(watch.request_id for watch in plan.watches)
+        self._unanswered.difference_update(plan.drops)
         if plan.voids:
             self.fail_all("reset")
         with self._lock:
@@ -105,10 +108,11 @@ class ConsumerRank:
         self._plans.append(plan)
 
     def wait(self) -> None:
-        """Until there is something to collect or to report, but not for long; not at all if nothing
-        is under way."""
+        """Until there is something to collect or to report, but not for long; not at all if it is
+        not the mover's turn."""
         self._news.clear()
-        if not (self._has_news or self.is_idle):
+        is_under_way = bool(self._active or self._unanswered)
+        if is_under_way and not self._has_news:
             self._news.wait(NEWS_WAIT_S)
 
     def collect(self) -> Finished:
@@ -131,11 +135,13 @@ class ConsumerRank:
         if self._is_aside:
             plans = [self._plans.popleft() for _ in range(len(self._plans))]
             refused.extend((w.request_id, "internal") for plan in plans for w in plan.watches)
-        return Report(
+        report = Report(
             tuple(granted.popleft() for _ in range(len(granted))),
             tuple(refused.popleft() for _ in range(len(refused))),
             self._reads.is_full,
         )
+        self._unanswered.difference_update(report.granted, (name for name, _ in report.refused))
+        return report
 
     def fail_all(self, reason: str) -> None:
         """Every load under way fails: the weights have changed, or the mover stands aside."""
