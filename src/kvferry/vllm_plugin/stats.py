@@ -70,7 +70,7 @@ class PrometheusMetrics(KVConnectorPromMetrics):
         metric_types: Mapping[type, type],
         label_names: list[str],
         label_values: dict[int, list[object]],
-        names: Mapping[str, str] = STORE_NAMES,
+        names: Mapping[str, str],
     ):
         super().__init__(vllm_config, metric_types, label_names, label_values)
         self._exporter = Exporter(

@@ -1,27 +1,19 @@
-"""`FerryTransferConnector`: the class that vLLM makes, one for the scheduler and one for each
-worker. Like its sister for the store it only gives vLLM's names to what `facade` does.
-"""
+"""`FerryTransferConnector`: what the transfer connector has beyond `vllm_plugin.base`."""
 
 from typing import Any
 
-import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorRole,
-    SupportsHMA,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.logger import init_logger
 
 from kvferry.clock import Clock, SystemClock
-from kvferry.metrics import Metrics
 from kvferry.transfer.settings import Settings, decode
 from kvferry.vllm_plugin import sharing, stats, versions
+from kvferry.vllm_plugin.base import FerryConnector
 from kvferry.vllm_plugin.pd import refusals
 from kvferry.vllm_plugin.pd.facade import SchedulerSide, WorkerSide
 from kvferry.vllm_plugin.pd.messages import (
     HandshakeMetadata,
     StepMetadata,
-    WorkerMetadata,
     encode,
 )
 from kvferry.vllm_plugin.pd.scheduler import SchedulerRole, Shape
@@ -31,10 +23,11 @@ from kvferry.vllm_plugin.request import Adapters
 log = init_logger("vllm.kvferry")
 
 
-class FerryTransferConnector(KVConnectorBase_V1, SupportsHMA):
+class FerryTransferConnector(FerryConnector):
     """See the module. Raises ConfigError if the engine must not start."""
 
     _cache_hit_source = versions.cache_hit_source("P2P")
+    _metric_names = stats.TRANSFER_NAMES
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)
@@ -42,8 +35,6 @@ class FerryTransferConnector(KVConnectorBase_V1, SupportsHMA):
         settings = decode(vllm_config.kv_transfer_config.kv_connector_extra_config)
         refusals.check(settings, vllm_config, kv_cache_config, version)
         clock = SystemClock()
-        self._metrics = Metrics()
-        self._failed_blocks: set[int] = set()
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = self._scheduler_side(settings, clock)
         else:
@@ -75,29 +66,12 @@ class FerryTransferConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Worker
 
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._worker_role.register(kv_caches)
-
     def get_handshake_metadata(self) -> HandshakeMetadata | None:
         ready = self._worker_role.ready
         return None if ready is None else HandshakeMetadata(encode(ready))
 
-    def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
-        self._worker.before_step(kv_connector_metadata)
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Loads begin in `handle_preemptions`, before the step."""
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are complete before a request is scheduled."""
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        """Consumers read when the prefill is finished."""
-
     def wait_for_save(self) -> None:
-        """The same."""
+        """Consumers read when the prefill is finished."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         results = self._worker.results()
@@ -109,30 +83,12 @@ class FerryTransferConnector(KVConnectorBase_V1, SupportsHMA):
         self._failed_blocks |= results.blocks
         return set(results.sent), set(results.done)
 
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        failed, self._failed_blocks = self._failed_blocks, set()
-        return failed
-
-    def build_connector_worker_meta(self) -> WorkerMetadata | None:
-        return self._worker.metadata()
-
     # Scheduler
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], HandshakeMetadata]
     ) -> None:
         self._scheduler.ready(list(metadata.values()))
-
-    def on_new_request(self, request: Any) -> None:
-        self._scheduler.new_request(request)
-
-    def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        return self._scheduler.match(request, num_computed_tokens)
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduler.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         return self._scheduler.build(is_empty=scheduler_output.total_num_scheduled_tokens == 0)
@@ -142,11 +98,6 @@ class FerryTransferConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._scheduler.update(connector_output)
-
-    def request_finished(
-        self, request: Any, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -160,31 +111,7 @@ class FerryTransferConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Both
 
-    def get_kv_connector_stats(self) -> stats.Stats | None:
-        snapshot = self._metrics.drain()
-        return stats.Stats(data=snapshot) if snapshot else None
-
-    def shutdown(self) -> None:
-        side = self._scheduler if self.role is KVConnectorRole.SCHEDULER else self._worker
-        side.close()
-
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
         """Asked from 0.33 on: peers know addresses that would not survive it."""
         return False
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> stats.Stats:
-        return stats.Stats(data=data or {})
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: Any,
-        metric_types: dict[type, type],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> stats.PrometheusMetrics:
-        return stats.PrometheusMetrics(
-            vllm_config, metric_types, labelnames, per_engine_labelvalues, stats.TRANSFER_NAMES
-        )
