@@ -262,6 +262,29 @@ def test_an_answer_is_waited_for_until_its_deadline(bench):
     assert bench.metrics.value("kvferry_lookups_total", outcome="late") == 1
 
 
+def test_who_finds_no_room_lets_others_by(bench):
+    """vLLM before 0.32 stops at the first request that does not fit, and never comes to those whose
+    loads have ended: they kept the blocks for ever."""
+    bench.begin("large", list(range(40)))
+    answer = bench.planner.match("large", 0, 40)
+    assert answer is not None
+    bench.step()  # nothing ran, and it was not admitted
+    assert bench.planner.match("large", 0, 40) is None
+    bench.step()
+    assert bench.planner.match("large", 0, 40) == answer
+
+
+def test_who_is_admitted_or_waits_for_a_running_one_is_answered(bench):
+    bench.begin("runs", list(range(8)))
+    bench.begin("large", list(range(40)))
+    bench.planner.match("runs", 0, 8)
+    bench.planner.allocated("runs", bench.tables["runs"], 0)
+    bench.step()
+    assert bench.planner.match("large", 0, 40) is not None
+    bench.step({"runs": (0, 8)})
+    assert bench.planner.match("large", 0, 40) is not None
+
+
 def test_ranks_are_waited_for_once():
     bench = Bench()
     bench.planner.on_new_request(PlainRequest("a", TOKENS))
