@@ -243,6 +243,28 @@ def test_a_reset_makes_a_namespace_that_nobody_has(bench):
     assert not bench.step().drop_stores
 
 
+@pytest.mark.parametrize("is_done", [False, True])
+def test_slots_on_their_way_are_given_back_at_a_reset(bench, is_done):
+    """They were nobody's until their lease ended: up to a quarter of the store, at each update of
+    weights."""
+    bench.planner.on_new_request(PlainRequest("a", TOKENS))
+    if is_done:
+        bench.background()
+    bench.planner.reset()
+    bench.background()
+    snapshot = bench.catalog.snapshot()
+    namespaces = {snapshot.segments[address.segment].namespace for address in snapshot.reserved}
+    assert bench.parts[0].namespace not in namespaces
+
+
+def test_slots_on_their_way_are_given_back_at_the_end(bench):
+    bench.planner.on_new_request(PlainRequest("a", TOKENS))
+    bench.background()
+    bench.planner.close()
+    bench.background()
+    assert not bench.catalog.snapshot().reserved
+
+
 def test_a_running_request_stores_nothing_after_a_reset(bench):
     bench.begin("a", TOKENS)
     bench.admit("a", 0, 8)
