@@ -262,7 +262,7 @@ def test_a_clock_that_is_asked_to_sleep_in_the_scheduler_says_so():
 
 
 class Jam(Sibling):
-    """ "first" has its answer when "second", behind it, loads what leaves it no room."""
+    """The first request has its answer when the second, behind it, loads what leaves it no room."""
 
     def match(self, request, computed_tokens):
         is_first = request.request_id == "first"
