@@ -117,6 +117,28 @@ def test_a_result_in_time_is_no_orphan(runner):
     assert orphans == []
 
 
+def test_nobody_has_to_wait_for_what_was_asked(runner, clock):
+    orphans = []
+    queued = runner.submit(answer, 1.0, orphans.append)
+    assert queued.abandon(clock.now_s()) is None
+    runner.step()
+    assert orphans == []
+
+    def abandoned():
+        assert running.abandon(clock.now_s()) is None
+        return "slots"
+
+    for _ in range(5):
+        running = runner.submit(abandoned, 1.0, orphans.append)
+        runner.step()
+    assert orphans == ["slots"] * 5
+    assert runner.is_available()
+    done = runner.submit(answer, 1.0, orphans.append)
+    runner.step()
+    assert done.abandon(clock.now_s()) == answer()
+    assert len(orphans) == 5
+
+
 def test_a_full_queue_refuses(runner, clock):
     tickets = [runner.submit(answer, 1.0) for _ in range(5)]
     assert [state(t, clock) for t in tickets].count(TicketState.REFUSED) == 1

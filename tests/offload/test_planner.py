@@ -243,6 +243,28 @@ def test_a_reset_makes_a_namespace_that_nobody_has(bench):
     assert not bench.step().drop_stores
 
 
+@pytest.mark.parametrize("is_done", [False, True])
+def test_slots_on_their_way_are_given_back_at_a_reset(bench, is_done):
+    """They were nobody's until their lease ended: up to a quarter of the store, at each update of
+    weights."""
+    bench.planner.on_new_request(PlainRequest("a", TOKENS))
+    if is_done:
+        bench.background()
+    bench.planner.reset()
+    bench.background()
+    snapshot = bench.catalog.snapshot()
+    namespaces = {snapshot.segments[address.segment].namespace for address in snapshot.reserved}
+    assert bench.parts[0].namespace not in namespaces
+
+
+def test_slots_on_their_way_are_given_back_at_the_end(bench):
+    bench.planner.on_new_request(PlainRequest("a", TOKENS))
+    bench.background()
+    bench.planner.close()
+    bench.background()
+    assert not bench.catalog.snapshot().reserved
+
+
 def test_a_running_request_stores_nothing_after_a_reset(bench):
     bench.begin("a", TOKENS)
     bench.admit("a", 0, 8)
@@ -260,6 +282,29 @@ def test_an_answer_is_waited_for_until_its_deadline(bench):
     bench.clock.advance(0.02)
     assert bench.planner.match("a", 0, 32) == 0
     assert bench.metrics.value("kvferry_lookups_total", outcome="late") == 1
+
+
+def test_who_finds_no_room_lets_others_by(bench):
+    """vLLM before 0.32 stops at the first request that does not fit, and never comes to those whose
+    loads have ended: they kept the blocks for ever."""
+    bench.begin("large", list(range(40)))
+    answer = bench.planner.match("large", 0, 40)
+    assert answer is not None
+    bench.step()  # nothing ran, and it was not admitted
+    assert bench.planner.match("large", 0, 40) is None
+    bench.step()
+    assert bench.planner.match("large", 0, 40) == answer
+
+
+def test_who_is_admitted_or_waits_for_a_running_one_is_answered(bench):
+    bench.begin("runs", list(range(8)))
+    bench.begin("large", list(range(40)))
+    bench.planner.match("runs", 0, 8)
+    bench.planner.allocated("runs", bench.tables["runs"], 0)
+    bench.step()
+    assert bench.planner.match("large", 0, 40) is not None
+    bench.step({"runs": (0, 8)})
+    assert bench.planner.match("large", 0, 40) is not None
 
 
 def test_ranks_are_waited_for_once():

@@ -53,6 +53,63 @@ def test_what_cannot_be_read_says_nothing(worker):
     assert worker.jobs.is_idle()
 
 
+def test_what_cannot_be_read_in_part_says_nothing_either(worker):
+    """One page of four was evicted meanwhile: the store seemed to take four times as long."""
+    worker.jobs.before_step(Plan(NAMES, tries_store=True))
+    worker.work(rounds=1)
+    next(iter(worker.medium.segments[1].slots.values()))[5000] ^= 1
+    worker.clock.advance(0.5)
+    worker.work()
+    assert worker.jobs.report() is None
+    assert worker.jobs.is_idle()
+
+
+def test_a_trial_does_not_take_the_time_of_a_load_that_goes_on(worker):
+    worker.load(tuple(range(11, 19)))
+    worker.clock.advance(2.0)
+    trial = worker.mover.trial
+    trial.ask()
+    trial.advance()
+    worker.runner.step()
+    trial.advance()
+    worker.clock.advance(0.5)
+    trial.read(worker.pages.poll())
+    assert worker.jobs.report().loading_s == 0.5
+    worker.work()
+    worker.jobs.collect()
+    assert worker.jobs.report().loading_s >= 2.5
+
+
+def test_pages_are_not_looked_for_for_ever(worker, monkeypatch):
+    """A store of many segments without pages kept the commits of its rank waiting."""
+    scanned = []
+    for segment in range(2, 5):
+        worker.pages.create_segment(segment, PART.namespace, PART.geometry)
+
+    def slow(segment):
+        scanned.append(segment)
+        worker.clock.advance(0.4)
+        return iter(())
+
+    monkeypatch.setattr(worker.pages, "scan", slow)
+    worker.jobs.before_step(Plan(NAMES, tries_store=True))
+    worker.work(rounds=1)
+    assert len(scanned) == 2
+    assert worker.runner.is_available()
+
+
+def test_trials_do_not_all_begin_at_the_same_pages(worker, monkeypatch):
+    """Those are in a cache after the first one, and the store seems faster than it is."""
+    first = []
+    for segment in range(2, 5):
+        worker.pages.create_segment(segment, PART.namespace, PART.geometry)
+    monkeypatch.setattr(worker.pages, "scan", lambda segment: iter([first.append(segment)] * 4))
+    for _ in range(20):
+        worker.mover.trial.ask()
+        worker.mover.trial._find()
+    assert set(first) == {1, 2, 3, 4}
+
+
 def test_a_trial_leaves_staging_to_loads_and_stores(worker):
     taken = [worker.staging.take_for_store() for _ in range(12)]
     assert None not in taken

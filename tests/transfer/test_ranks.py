@@ -141,6 +141,20 @@ def test_a_load_that_failed_while_it_was_gathered_is_not_scattered(rig):
     assert not rig.target_group.holds(1, 0, "text")
 
 
+def test_pages_that_are_in_use_count_as_staging_does(rig):
+    """A rank with a page out is not idle: a leak of pages would not be seen."""
+    rig.granted()
+    gatherer, _ = rig.copiers
+    gatherer.is_stuck = True
+    rig.load("r", (1, 2))
+    rig.rounds()
+    assert rig.rank.out_count == 0
+    assert rig.rank.taken_count == 2, "the slot that was read into, and the page"
+    gatherer.is_stuck = False
+    rig.rounds()
+    assert rig.outcome("r") and rig.rank.taken_count == 0
+
+
 def test_the_deadline_holds_whatever_the_link_does(rig):
     rig.granted()
     rig.script.motion = Motion.WAIT

@@ -4,10 +4,11 @@ A run that fails is replayed with `python -m kvferry.testing.world --seed N --st
 """
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
-from kvferry.offload import due, load_jobs, planner, store_jobs
+from kvferry.offload import cost, due, load_jobs, planner, store_jobs
 from kvferry.offload.agreement import Agreement
 from kvferry.offload.origin import Origins
 from kvferry.pages import memory
@@ -15,11 +16,14 @@ from kvferry.pages.base import Outcome, Result
 from kvferry.testing.catalog_faults import CatalogFault
 from kvferry.testing.copier import ReferenceCopier
 from kvferry.testing.faults import Fault
+from kvferry.testing.world import engine, shape, world
 from kvferry.testing.world.checks import Failed, SimClock
+from kvferry.testing.world.requests import SimRequest
+from kvferry.testing.world.sibling import Sibling
 from kvferry.testing.world.world import World
 
 STEPS = 800
-SEEDS = range(390, 570)
+SEEDS = range(570, 750)
 SEEDS_EACH = 10
 
 HAPPENED = (
@@ -34,7 +38,7 @@ HAPPENED = (
     "local_hit_tokens",
     "sibling_load",
     "mixed",
-    "holder_evicted",
+    "sibling_unsure",
     "fences",
     "pause",
     "time_jump",
@@ -47,6 +51,7 @@ HAPPENED = (
     "restore catalog",
     "fill disk",
     "kvferry_loaded_tokens_total",
+    "kvferry_loads_declined_total{cost}",
     "kvferry_stored_tokens_total",
     "kvferry_evictions_total",
     "kvferry_evictions_of_bad_total",
@@ -62,6 +67,7 @@ HAPPENED = (
             "late",
             "no_slot",
             "no_space",
+            "io_error",
             "no_staging",
             "unavailable",
             "reset",
@@ -99,17 +105,30 @@ def happened() -> Counter:
     return Counter()
 
 
+def run_varied(first: int, monkeypatch) -> Counter:
+    """Some worlds, with what else only larger ones would do."""
+    with monkeypatch.context() as patch:
+        if first // SEEDS_EACH % 2:  # engines with many more requests
+            patch.setattr(due, "MANY_REQUESTS", 1)
+            patch.setattr(planner, "TOGETHER_TOKENS", 64)
+        else:  # or that live longer, and have longer prompts
+            patch.setattr(cost, "TRIAL_EVERY_S", 0.02)
+            for module in (cost, planner):
+                patch.setattr(module, "PREFILL_TOKENS_MIN", 16)
+        return run(range(first, first + SEEDS_EACH))
+
+
 @pytest.mark.parametrize("first", SEEDS[::SEEDS_EACH])
 def test_all_five_checkers_are_content(happened, first, monkeypatch):
-    if first // SEEDS_EACH % 2:  # else only an engine with many more requests would do so
-        monkeypatch.setattr(due, "MANY_REQUESTS", 1)
-        monkeypatch.setattr(planner, "TOGETHER_TOKENS", 64)
-    happened.update(run(range(first, first + SEEDS_EACH)))
+    happened.update(run_varied(first, monkeypatch))
 
 
-def test_everything_happened(happened):
+def test_everything_happened(happened, monkeypatch):
     """A world in which nothing is loaded, nothing fails and nobody is preempted shows nothing."""
-    counts = happened or run(SEEDS)
+    counts = happened
+    if not counts:  # alone
+        for first in SEEDS[::SEEDS_EACH]:
+            counts.update(run_varied(first, monkeypatch))
     assert [name for name in HAPPENED if counts[name] == 0] == []
 
 
@@ -249,3 +268,47 @@ def test_a_clock_that_is_asked_to_sleep_in_the_scheduler_says_so():
     clock.sleep(1.0)
     with pytest.raises(Failed), clock.scheduling():
         clock.sleep(1.0)
+
+
+class Jam(Sibling):
+    """The first request has its answer when the second, behind it, loads what leaves it no room."""
+
+    def match(self, request, computed_tokens):
+        is_first = request.request_id == "first"
+        if is_first and not self._load_count:
+            return None
+        return 0 if is_first else 60 - computed_tokens
+
+    def is_prompt(self):
+        return False
+
+
+@pytest.fixture
+def jammed(monkeypatch):
+    def narrow(chance, model):
+        setup = shape.draw_setup(chance, model)
+        changes = {"takes_loaded_first": False, "is_sibling_first": True, "tp": 1}
+        return replace(setup, block_count=25 * len(model.groups), **changes)
+
+    monkeypatch.setattr(world, "draw_setup", narrow)
+    monkeypatch.setattr(engine, "Sibling", Jam)
+    jammed = World(0)
+    del jammed.engines[1:]
+    for number, name in enumerate(("first", "second")):
+        request = SimRequest(name, [number] * 64, 2, b"")
+        request.is_cacheable = False
+        jammed.engines[0].add(request)
+    return jammed
+
+
+def test_one_that_has_no_room_lets_loads_by_that_have_ended(jammed):
+    jammed.run(0)
+    assert jammed.counts["answered"] == 2
+    assert jammed.counts["sibling_load"] == 1
+
+
+def test_else_both_would_wait_for_ever(jammed, monkeypatch):
+    """As in vLLM before 0.32: nobody runs, and what was loaded holds the blocks."""
+    monkeypatch.setattr(planner.Planner, "_note_jam", lambda self, token_count: None)
+    with pytest.raises(Failed, match="did not come to rest"):
+        jammed.run(0)

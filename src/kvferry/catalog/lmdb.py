@@ -200,9 +200,9 @@ class LmdbCatalog:
     def evict(self, namespace: bytes, pages: Sequence[tuple[bytes, bytes]]) -> int:
         return self._write(lambda book: book.evict(namespace, pages))
 
-    def sweep(self, wanted: Sequence[tuple[bytes, int]] = ()) -> Swept:
+    def sweep(self, wanted: Sequence[tuple[bytes, int]] = (), can_grow: bool = True) -> Swept:
         self._opened().clean_readers()
-        return self._write(lambda book: book.sweep(wanted))
+        return self._write(lambda book: book.sweep(wanted, can_grow))
 
     def grow(self, namespace: bytes) -> int | None:
         return self._write(lambda book: book.grow(namespace))

@@ -373,13 +373,13 @@ class LmdbBook:
 
     # Sweeping.
 
-    def sweep(self, wanted: Sequence[tuple[bytes, int]] = ()) -> Swept:
+    def sweep(self, wanted: Sequence[tuple[bytes, int]] = (), can_grow: bool = True) -> Swept:
         evicted_before_count = self._evicted_count
         expired_count = self._end_timers()
         self._end_creations()
         self._forget_spaces()
         room_max = self._meta.capacity_bytes // self._meta.segment_bytes
-        make_room(self, self._now_s, room_max, wanted)
+        make_room(self, self._now_s, room_max, wanted, can_grow)
         self._expired_count += expired_count
         evicted_count = self._evicted_count - evicted_before_count
         return Swept(expired_count, evicted_count, tuple(self._deletable()))

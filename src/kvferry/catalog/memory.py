@@ -96,9 +96,9 @@ class MemoryCatalog:
         with self._use() as book:
             return book.evict(namespace, pages)
 
-    def sweep(self, wanted: Sequence[tuple[bytes, int]] = ()) -> Swept:
+    def sweep(self, wanted: Sequence[tuple[bytes, int]] = (), can_grow: bool = True) -> Swept:
         with self._use() as book:
-            return book.sweep(wanted)
+            return book.sweep(wanted, can_grow)
 
     def grow(self, namespace: bytes) -> int | None:
         with self._use() as book:

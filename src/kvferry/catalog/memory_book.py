@@ -267,14 +267,14 @@ class MemoryBook:
 
     # Sweeping.
 
-    def sweep(self, wanted: Sequence[tuple[bytes, int]] = ()) -> Swept:
+    def sweep(self, wanted: Sequence[tuple[bytes, int]] = (), can_grow: bool = True) -> Swept:
         evicted_before_count = self._counts["evicted"]
         expired_count = self._end_leases()
         self._end_graces()
         self._end_creations()
         self._forget_spaces()
         room_max = self.capacity_bytes // self.segment_bytes
-        make_room(self, self._clock.now_s(), room_max, wanted)
+        make_room(self, self._clock.now_s(), room_max, wanted, can_grow)
         evicted_count = self._counts["evicted"] - evicted_before_count
         return Swept(expired_count, evicted_count, self._deletable())
 

@@ -69,6 +69,11 @@ class Ticket(Generic[T]):
                 self._state = TicketState.LATE
             return self._state
 
+    def abandon(self, now_s: float) -> T | None:
+        """Nobody waits for it any more. The value if there is one already; one that comes later
+        goes to `on_orphan`. Work that has not begun is not done."""
+        return None if self.settle(TicketState.REFUSED, now_s) else self.value
+
     def settle(self, state: TicketState, now_s: float) -> bool:
         """False if it is late, or was settled before."""
         with self._lock:
@@ -289,10 +294,12 @@ class Runner:
                 self._attempt(lambda: ticket.on_orphan(value))
         with self._lock:
             self._running = None
-            if in_time and not isinstance(error, OSError | InternalError):
-                self._breaker.succeed()
+            now_s = self._clock.now_s()
+            is_late = ticket.state(now_s) is TicketState.LATE
+            if is_late or isinstance(error, OSError | InternalError):
+                self._breaker.fail(now_s)
             else:
-                self._breaker.fail(self._clock.now_s())
+                self._breaker.succeed()
 
     def _attempt(self, work: Callable[[], T]) -> tuple[T | None, Exception | None]:
         try:

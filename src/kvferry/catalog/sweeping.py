@@ -67,12 +67,16 @@ class Book(Protocol):
         """Evicts all pages of a READY segment and makes it EMPTIED."""
 
 
-def make_room(book: Book, now_s: float, room_max: int, wanted: Sequence[tuple[bytes, int]]) -> None:
+def make_room(
+    book: Book, now_s: float, room_max: int, wanted: Sequence[tuple[bytes, int]], can_grow: bool
+) -> None:
     """`room_max`: how many segments the budget holds."""
     heats = book.heats()
     spare_count = room_max - sum(heat.state is not SegmentState.EMPTIED for heat in heats)
     for heat in _coldest_first(heats)[: max(0, -spare_count)]:  # the store was made smaller
         book.empty(heat.number)
+    if not can_grow:
+        spare_count = 0
     for namespace, count in wanted:
         spare_count = _make_room_for(book, now_s, namespace, count, max(0, spare_count))
 

@@ -184,6 +184,7 @@ def open_planner(config: Config, clock: Clock, metrics: Metrics, rank_count: int
         closers=(
             lambda: backends.runner.submit(tenure.end, CLOSE_S),
             lambda: files.close(CLOSE_S),
+            lambda: backends.runner.submit(growth.settle, CLOSE_S),
             backends.close,
         ),
     )

@@ -118,7 +118,8 @@ class Jobs:
         loaded_tokens = self._loaded_tokens + tried_tokens
         if not (identities or self._failed_keys or loaded_tokens):
             return None
-        loading_s = self._loads.take_busy_s() + tried_s
+        is_load = bool(self._loaded_tokens) or not tried_tokens
+        loading_s = tried_s + (self._loads.take_busy_s() if is_load else 0.0)
         report = Report(identities, tuple(self._failed_keys), loaded_tokens, loading_s)
         self._identity, self._failed_keys, self._loaded_tokens = None, [], 0
         return report

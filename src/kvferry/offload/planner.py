@@ -89,6 +89,8 @@ class Planner:
         self._late_stores: list[Store] = []
         self._must_drop = False
         self._last_prefill: tuple[float, int] | None = None
+        self._answered_id: str | None = None
+        self._makes_way = False
 
     # What the engine tells
 
@@ -103,7 +105,16 @@ class Planner:
         self._due.soon(record.request_id)
 
     def match(self, request_id: str, computed_tokens: int, total_tokens: int) -> int | None:
-        """Tokens beyond `computed_tokens` that can be loaded; None: pending, ask again."""
+        """Tokens beyond `computed_tokens` that can be loaded; None: ask again, the answer is
+        pending, or nobody came behind the request that got the last one (see `_note_jam`)."""
+        if self._makes_way:
+            return None
+        found = self._match(request_id, computed_tokens, total_tokens)
+        if found is not None:
+            self._answered_id = request_id
+        return found
+
+    def _match(self, request_id: str, computed_tokens: int, total_tokens: int) -> int | None:
         record = self._records.get(request_id)
         if record is None:
             return 0
@@ -114,6 +125,8 @@ class Planner:
 
     def allocated(self, request_id: str, tables: Tables, external_tokens: int) -> None:
         """The engine admitted the request, with `external_tokens` of ours (0: none taken)."""
+        if request_id == self._answered_id:
+            self._answered_id = None
         record = self._records.get(request_id)
         if record is None:
             return
@@ -126,6 +139,7 @@ class Planner:
         """The plan of this step."""
         now_s = self._clock.now_s()
         token_count = step.token_count
+        self._note_jam(token_count)
         if self._last_prefill is not None or token_count >= PREFILL_TOKENS_MIN:
             self._measure(token_count, now_s)
         supply = self._supply
@@ -281,6 +295,14 @@ class Planner:
         self._due.soon(record.request_id)
 
     # Steps
+
+    def _note_jam(self, token_count: int) -> None:
+        """Where a request that has its answer finds no room, vLLM before 0.32 looks at none behind
+        it: also not at those whose loads have ended, and they hold the blocks. If nothing runs,
+        that is for ever. So after such a step no request without blocks is answered in the next
+        one, and vLLM comes to the others."""
+        self._makes_way = self._answered_id is not None and token_count == 0
+        self._answered_id = None
 
     def _look(self, record: Record, step: Step, now_s: float) -> list[Store]:
         """At a request that is due."""

@@ -180,10 +180,11 @@ class Room:
     def collect(self, wanted: Sequence[tuple[bytes, int]] = ()) -> None:
         """One sweep, and the deletion of the segments that it emptied."""
         self._growth.settle()
-        swept = self._catalog.sweep(wanted)
+        swept = self._catalog.sweep(wanted, not self._growth.is_full)
         self._metrics.count("kvferry_evictions_total", swept.evicted_count)
         self._metrics.count("kvferry_reservations_expired_total", swept.expired_count)
         for segment in swept.deletable_segments:
             self._pages.delete_segment(segment)
             self._catalog.shrunk(segment)
+            self._growth.freed()
             self._metrics.count("kvferry_segments_deleted_total")

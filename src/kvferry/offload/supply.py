@@ -77,7 +77,6 @@ class Supply:
     def use(self, parts: Sequence[Part], pools: Sequence[SlotPool]) -> None:
         """Starts anew with the pools of these parts. The caller has given back the old ones."""
         self._parts, self._pools = parts, pools
-        self.refills.clear()
         self._wanted = {}
         self._refill_below = [0.0 for _ in parts]
         slots_in_all = self._facts.capacity_bytes // max(self._slot_bytes(part) for part in parts)
@@ -161,7 +160,13 @@ class Supply:
         return has_more
 
     def give_back(self) -> None:
-        """All slots, as far as the runner still gets to it."""
+        """All slots, as far as the runner still gets to it, and those that are on their way."""
+        now_s = self._clock.now_s()
+        for index, refill in self.refills.items():
+            late = refill.ticket.abandon(now_s)
+            if late is not None:
+                self._give_back(self._parts[index], late.packed)
+        self.refills.clear()
         for part, pool in zip(self._parts, self._pools, strict=True):
             self._give_back(part, pool.drain())
 

@@ -4,6 +4,7 @@ Otherwise the first load over a slow store would teach it, and somebody would wa
 trial reads some pages that are there, whosever they are, into staging, and drops them.
 """
 
+import itertools
 from collections.abc import Sequence
 
 from kvferry.catalog.runner import Runner, Ticket, TicketState
@@ -13,14 +14,15 @@ from kvferry.offload.ranks import RankPart
 from kvferry.pages.base import Extent, FoundPage, Outcome, PageStore, Result
 
 TRIAL_BYTES = 64 << 20
-FIND_S = 10.0
+FIND_S = 1.0
+"""Pages are looked for no longer than this: what the runner should commit waits meanwhile."""
 
 
 class Trial:
     """One at a time. Mover's thread, except `ask` and `take`: any.
 
     Each rank reads its own slices, of the part that has the most bytes; the time is scaled to all
-    `parts`. What fails is not a word about speed: the trial ends without a result.
+    `parts`. What fails is not a word about speed: a trial with such a read ends without a result.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Trial:
         self._slots: dict[int, int] = {}
         self._job = 0
         self._read_count = 0
+        self._has_failed = False
         self._started_s = 0.0
         self._result = (0, 0.0)
 
@@ -83,20 +86,25 @@ class Trial:
         mine = [result for result in results if result.job == self._job]
         for result in mine:
             self._staging.give_back(self._slots.pop(result.index))
-            self._read_count += result.outcome is Outcome.OK
+            self._read_count += 1
+            self._has_failed = self._has_failed or result.outcome is not Outcome.OK
         if mine and not self._slots:
             self._end()
         return [result for result in results if result.job != self._job]
 
     def _find(self) -> list[FoundPage]:
-        """On the runner's thread: headers are read one by one."""
+        """On the runner's thread: headers are read one by one. From a segment that chance picks:
+        what was read for the last trial may still be in a cache, and would be too fast."""
+        give_up_s = self._clock.now_s() + FIND_S / 2
         found: list[FoundPage] = []
-        for facts in self._pages.segments():
+        segments = self._pages.segments()
+        first = int.from_bytes(self._clock.random_bytes(4), "big") % max(1, len(segments))
+        for facts in segments[first:] + segments[:first]:
+            if len(found) >= self._page_count or self._clock.now_s() >= give_up_s:
+                break
             if facts.geometry == self._part.geometry:
-                for page in self._pages.scan(facts.segment):
-                    found.append(page)
-                    if len(found) >= self._page_count:
-                        return found
+                left_count = self._page_count - len(found)
+                found += itertools.islice(self._pages.scan(facts.segment), left_count)
         return found
 
     def _begin(self, found: Sequence[FoundPage]) -> None:
@@ -107,7 +115,7 @@ class Trial:
                 extents.append(self._extent(page, address))
         if not extents:
             return
-        self._read_count = 0
+        self._read_count, self._has_failed = 0, False
         self._started_s = self._clock.now_s()
         self._job = self._pages.submit_reads(extents)
         self._slots = {index: extent.buffer_address for index, extent in enumerate(extents)}
@@ -125,6 +133,8 @@ class Trial:
         )
 
     def _end(self) -> None:
+        if self._has_failed:
+            return
         tokens = self._read_count * self._part.local.part.chunk_tokens
         duration_s = (self._clock.now_s() - self._started_s) * self._scale
         self._result = (tokens, duration_s)

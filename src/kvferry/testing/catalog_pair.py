@@ -139,8 +139,9 @@ class Pair:
         (hit,) = self._both("lookup", namespace, [key])
         self._both("evict", namespace, [(key, hit.generation if hit else bytes(16))])
 
-    def sweep(self, wanted: Sequence[tuple[int, int]]) -> None:
-        swept = self._both("sweep", [(SPACES[space].namespace, count) for space, count in wanted])
+    def sweep(self, wanted: Sequence[tuple[int, int]], can_grow: bool) -> None:
+        named = [(SPACES[space].namespace, count) for space, count in wanted]
+        swept = self._both("sweep", named, can_grow)
         for number in swept.deletable_segments[::2]:  # whoever should delete the others died
             self._both("shrunk", number)
 
@@ -232,9 +233,11 @@ class CatalogMachine(RuleBasedStateMachine):
     def evict(self, space, path):
         self.pair.evict(space, path)
 
-    @rule(wanted=st.lists(st.tuples(_spaces, st.integers(0, 12)), max_size=2))
-    def sweep(self, wanted):
-        self.pair.sweep(wanted)
+    @rule(
+        wanted=st.lists(st.tuples(_spaces, st.integers(0, 12)), max_size=2), can_grow=st.booleans()
+    )
+    def sweep(self, wanted, can_grow):
+        self.pair.sweep(wanted, can_grow)
 
     @rule(space=_spaces, segment=_segments, path=_paths)
     def adopt(self, space, segment, path):
@@ -281,7 +284,7 @@ def random_life(pair: Pair, seed: int, step_count: int, check_every: int = 50) -
         pair.touch: (10, lambda: (space(), path())),
         pair.lookup: (10, lambda: (space(), path())),
         pair.evict: (5, lambda: (space(), path())),
-        pair.sweep: (12, lambda: ([(space(), chance.randint(0, 12))],)),
+        pair.sweep: (12, lambda: ([(space(), chance.randint(0, 12))], chance.random() < 0.8)),
         pair.adopt: (1, lambda: (space(), chance.randrange(2000), path())),
         pair.advance: (12, lambda: (chance.choice(ADVANCES_S[:-2]),)),
         pair.stats: (1, lambda: ()),

@@ -163,6 +163,13 @@ class CatalogSpaceSuite(CatalogFixtures):
         assert catalog.sweep([(A.namespace, wanted)]).evicted_count == 0
         assert catalog.sweep([(A.namespace, wanted + 1)]).evicted_count == 1
 
+    def test_what_a_full_disk_has_no_room_for_is_not_room(self, driver, catalog, clock):
+        driver.grow(A, 1)
+        driver.store(chain("x", A.slot_count))
+        assert catalog.sweep([(A.namespace, 2)]).evicted_count == 0
+        assert catalog.sweep([(A.namespace, 2)], False).evicted_count == 2
+        assert catalog.sweep([(A.namespace, 2)], False).evicted_count == 0
+
     def test_a_sweep_makes_the_room_that_is_wanted(self, full, catalog, clock):
         catalog.sweep([(A.namespace, 5)])
         clock.advance(GRACE_S)

@@ -179,6 +179,8 @@ class FaultyPages:
         self._pass_if_alive()
         if self._fires(Fault.NO_SPACE):
             raise ExhaustedError("pages.no_space", f"no room for segment {segment}")
+        if self._fires(Fault.IO_ERROR):
+            raise UnavailableError("pages.io", f"segment {segment} cannot be made")
         self.inner.create_segment(segment, namespace, geometry)
 
     def delete_segment(self, segment: int) -> None:

@@ -123,19 +123,34 @@ class Tables:
         window = self._groups[group_index].window_tokens
         return 0 if window is None else max(0, boundary - window + 1) // BLOCK_TOKENS
 
-    def admit(self, request: SimRequest, hits: list[list[int]], tokens: int) -> bool:
+    def admit(
+        self, request: SimRequest, hits: list[list[int]], tokens: int, kept_count: int
+    ) -> bool:
         """Gives a request its cached blocks and new ones up to `tokens`; False if too few are
-        free. Blocks before the window of `request.computed` are never allocated."""
-        missing = sum(
-            len(self._missing(index, len(table), request.computed, tokens))
-            for index, table in enumerate(hits)
-        )
+        free for all of its tokens and `kept_count` more. Blocks before the window of
+        `request.computed` are never allocated."""
+        missing = self._missing_count(request, hits, max(tokens, len(request.tokens)))
         shared = [block for table in hits for block in table if block]
-        if missing + self._pool.unshared_count(shared) > self._pool.free_count:
+        free_count = self._pool.free_count - kept_count
+        if missing + self._pool.unshared_count(shared) > free_count:
             return False
         request.tables = hits
         self._pool.share(shared)
         return self.extend(request, tokens)
+
+    def lacking_count(self, request: SimRequest) -> int:
+        """How many blocks it takes until all tokens of a request have room."""
+        return self._missing_count(request, request.tables, len(request.tokens))
+
+    def has_room(self, request: SimRequest) -> bool:
+        """Whether that many are free."""
+        return self.lacking_count(request) <= self._pool.free_count
+
+    def _missing_count(self, request: SimRequest, tables: list[list[int]], tokens: int) -> int:
+        return sum(
+            len(self._missing(index, len(table), request.computed, tokens))
+            for index, table in enumerate(tables)
+        )
 
     def extend(self, request: SimRequest, tokens: int) -> bool:
         """Blocks for `tokens` tokens; False if too few are free. Those behind a window go back."""

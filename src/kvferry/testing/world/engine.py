@@ -70,7 +70,7 @@ class Engine:
     def _open_planner(self) -> Planner:
         pages = self._storage.open_pages(late_s_max=0.0)
         catalog = self._storage.open_catalog()
-        growth = Growth(catalog, pages, self.files, self._clock, self.metrics, patience_s=0.0)
+        growth = Growth(catalog, pages, self.files, self._clock, self.metrics, 0.0, full_s=0.1)
         planner = Planner(
             self.setup.config,
             self._clock,

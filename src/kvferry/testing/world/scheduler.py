@@ -1,7 +1,9 @@
 """vLLM's scheduler in small: it decides what each step computes, and asks the planner as vLLM does.
 
 Chunked prefill within a budget of tokens, preemption of the last request when blocks run out,
-loads that requests wait for, speculation, and one step of latency in asynchronous mode.
+loads that requests wait for, speculation, and one step of latency in asynchronous mode. As in
+vLLM, whoever waits is admitted only if all of its tokens have room, a load only if those before
+it can go on as well, and nobody who waits ever loses blocks.
 """
 
 from collections import Counter, deque
@@ -152,8 +154,6 @@ class Scheduler:
                 budget -= self._continue(step, request, budget)
         if not step.preempted:
             self._admit_waiting(step, budget)
-        if not (step.items or step.preempted or self.running):
-            self._evict_holder(step)
         step.new_blocks, self._pool.new_blocks = self._pool.new_blocks, set()
         step.rewritten = self._rewritten(step.new_blocks)
         step.plan = self._planner.build(self._planner_step(step))
@@ -190,10 +190,7 @@ class Scheduler:
         count = min(left + len(drafts), budget)
         drafts = drafts[: max(0, count - left)]
         while not self._tables.extend(request, request.computed + count):
-            victim = self.running[-1]
-            if victim is request and self._evict_holder(step):
-                continue
-            self._preempt(victim)
+            self._preempt(victim := self.running[-1])
             step.preempted.add(victim.request_id)
             if victim is request:
                 return 0
@@ -273,6 +270,10 @@ class Scheduler:
     # Waiting requests
 
     def _admit_waiting(self, step: Step, budget: int) -> None:
+        """Up to the first one that has no room. vLLM before 0.32 does not come to those behind it,
+        be their loads done or not; later ones take requests that hold blocks first."""
+        if self._setup.takes_loaded_first:
+            self.waiting = deque(sorted(self.waiting, key=lambda request: not request.computed))
         passed: list[SimRequest] = []
         while self.waiting and budget > 0 and len(self.running) < self._setup.running_max:
             request = self.waiting.popleft()
@@ -284,8 +285,9 @@ class Scheduler:
             if taken is None:
                 passed.append(request)
                 continue
-            if taken < 0:
+            if taken < 0 or request.status is Status.LOADING:
                 passed.append(request)
+            if taken < 0:
                 break
             budget -= taken
         self.waiting.extendleft(reversed(passed))
@@ -327,7 +329,8 @@ class Scheduler:
         if request.computed == 0:
             return None
         count = min(len(request.tokens) - request.computed, budget)
-        if not self._tables.extend(request, request.computed + count):
+        has_room = self._tables.has_room(request)
+        if not (has_room and self._tables.extend(request, request.computed + count)):
             return -1
         self._planner.allocated(request.request_id, request.tables, 0)
         self._run(step, request, count)
@@ -342,11 +345,15 @@ class Scheduler:
         if ours is None:
             return None
         siblings = self._sibling.match(request, local)
+        if siblings is None:
+            self._counts["sibling_unsure"] += 1
+            return None
         if siblings and (self._setup.is_sibling_first or not ours):
             return self._admit_beside(step, request, hits, local, siblings, budget)
         request.computed = local + ours
         count = 0 if ours else min(len(request.tokens) - local, budget)
-        if not self._tables.admit(request, hits, local + ours + count):
+        kept_count = self._kept_count() if ours else 0
+        if not self._tables.admit(request, hits, local + ours + count, kept_count):
             request.computed = 0
             return -1
         self._planner.allocated(request.request_id, request.tables, ours)
@@ -385,7 +392,8 @@ class Scheduler:
         request.computed = local + tokens
         is_prompt = self._sibling.is_prompt()
         count = min(len(request.tokens) - request.computed, budget) if is_prompt else 0
-        if not self._tables.admit(request, hits, request.computed + count):
+        kept_count = 0 if is_prompt else self._kept_count()
+        if not self._tables.admit(request, hits, request.computed + count, kept_count):
             request.computed = 0
             return -1
         self._planner.allocated(request.request_id, request.tables, 0)
@@ -400,25 +408,22 @@ class Scheduler:
         step.items[-1].sibling = load
         return count
 
+    def _kept_count(self) -> int:
+        """Blocks that those who are admitted already will need for the tokens that they have."""
+        admitted = [r for r in self.requests.values() if any(r.tables)]
+        return sum(
+            self._tables.lacking_count(request)
+            for request in admitted
+            if not (request.load and request.load.is_aborted)
+        )
+
     def _park(self, request: SimRequest, load: Load) -> None:
         request.load, request.status = load, Status.LOADING
-        self.waiting.append(request)
 
     def _run(self, step: Step, request: SimRequest, count: int) -> None:
         request.status = Status.RUNNING
         self.running.append(request)
         self._take(step, request, count, [])
-
-    def _evict_holder(self, step: Step) -> bool:
-        """Requests that were loaded may hold all blocks while none can go on: one starts over."""
-        holders = [r for r in self.waiting if r.computed and not (r.load and not r.load.is_done)]
-        if not holders:
-            return False
-        holders[-1].load = None
-        self._give_up_blocks(holders[-1])
-        self._counts["holder_evicted"] += 1
-        step.preempted.add(holders[-1].request_id)
-        return True
 
     # After the step
 

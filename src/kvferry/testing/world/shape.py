@@ -79,7 +79,9 @@ def _draw_group(chance: Chance, window_tokens: int | None) -> Group:
 
 @dataclass(frozen=True)
 class Setup:
-    """How one engine is run. `rank_count` ranks, stage by stage, `tp` of them in each."""
+    """How one engine is run. `rank_count` ranks, stage by stage, `tp` of them in each.
+    `takes_loaded_first`: as vLLM does since 0.32; before, a request without room stands in the way
+    of those whose loads have ended."""
 
     model: Model
     tp: int
@@ -91,6 +93,7 @@ class Setup:
     has_prefix_cache: bool
     sibling_chance: float
     is_sibling_first: bool
+    takes_loaded_first: bool
     staging_slots: int
     stuck_gather_chance: float
     config: Config
@@ -121,6 +124,7 @@ def draw_setup(chance: Chance, model: Model) -> Setup:
         has_prefix_cache=chance.random() < 0.6,
         sibling_chance=chance.choice([0, 0.3]),
         is_sibling_first=chance.random() < 0.5,
+        takes_loaded_first=chance.random() < 0.5,
         staging_slots=chance.choice([2, 3, 6, 12]),
         stuck_gather_chance=chance.choice([0, 0.1, 0.5]),
         config=_draw_config(chance),
