@@ -215,7 +215,7 @@ class LmdbBook:
     def reserve(self, namespace: bytes, count: int, lease_s: float) -> list[Slot]:
         space = self._known_space(namespace).number
         found = self._tables.free.scan(number_key(space), count)
-        minted = self._mint(16 * len(found))
+        minted = self._mint(16 * count)
         lease_end_s = self._now_s + lease_s
         slots = []
         for index, (key, _) in enumerate(found):

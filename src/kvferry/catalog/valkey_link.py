@@ -1,0 +1,142 @@
+"""A link to a Valkey server: calls of the library's functions, each with a deadline.
+
+A server that does not have the library (new, restarted, another's) gets it. A connection that broke
+is made again once within a call, so a function may be called twice with the same arguments: those
+that must not be worked out twice get an operation id. Any thread may call.
+"""
+
+import itertools
+from typing import Any
+
+import valkey
+from valkey.backoff import NoBackoff
+from valkey.exceptions import (
+    AuthenticationError,
+    AuthenticationWrongNumberOfArgsError,
+    NoPermissionError,
+    ResponseError,
+    TimeoutError as CallTimeoutError,
+    ValkeyError,
+)
+from valkey.retry import Retry
+
+from kvferry.catalog.valkey_library import Library
+from kvferry.clock import Clock
+from kvferry.errors import ClosedError, ConfigError, UnavailableError
+from kvferry.server_url import ServerUrl
+
+CALL_S = 2.0
+"""How long a call may take: the engine's runner thread waits for it."""
+CONNECT_S = 1.0
+POLICY = "noeviction"
+
+_DENIED = (AuthenticationError, AuthenticationWrongNumberOfArgsError, NoPermissionError)
+
+
+class Link:
+    """See the module. `clock`: only for chance. Messages name the server, never the password."""
+
+    def __init__(self, server: ServerUrl, clock: Clock, library: Library, call_s: float = CALL_S):
+        self.name = server.name
+        self._server = server
+        self._clock = clock
+        self._library = library
+        self._call_s = call_s
+        self._client: valkey.Valkey | None = None
+        self._session = b""
+        self._numbers = itertools.count()
+
+    def open(self) -> None:
+        """Raises ConfigError if the server refuses us or would throw records away by itself,
+        UnavailableError if it does not answer."""
+        self.close()
+        self._session = self._clock.random_bytes(12)
+        self._client = _client(self._server, self._call_s)
+        policy = self.say("INFO", "memory").get("maxmemory_policy", POLICY)
+        if policy != POLICY:
+            raise ConfigError(
+                "catalog.maxmemory_policy",
+                f"{self.name} may throw records away when its memory is full: set"
+                f" maxmemory-policy to {POLICY} (it is {policy})",
+            )
+
+    def close(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def operation(self) -> bytes:
+        """An id that no other call has."""
+        return self._session + next(self._numbers).to_bytes(8, "big")
+
+    def call(self, function: str, root: bytes, *arguments: Any) -> Any:
+        """Calls a function of the library. Raises UnavailableError."""
+        command = ("FCALL", f"{self._library.name}_{function}", 1, root, *arguments)
+        try:
+            return self._execute(command)
+        except ResponseError as error:
+            if "Function not found" not in str(error):
+                raise self._unavailable(error) from error
+        self._load()
+        return self.say(*command)
+
+    def say(self, *command: Any) -> Any:
+        """Any other command. Raises as `call`, and ConfigError if the server refuses us."""
+        try:
+            return self._execute(command)
+        except ResponseError as error:
+            raise self._unavailable(error) from error
+
+    def _load(self) -> None:
+        try:
+            self._execute(("FUNCTION", "LOAD", self._library.source))
+        except ResponseError as error:
+            if "already exists" not in str(error):  # else: another process was quicker
+                raise self._unavailable(error) from error
+
+    def _execute(self, command: tuple[Any, ...]) -> Any:
+        """A `ResponseError` is the caller's to understand."""
+        if self._client is None:
+            raise ClosedError("catalog.closed", "the catalog is closed", server=self.name)
+        try:
+            return self._client.execute_command(*command)
+        except _DENIED as error:
+            raise ConfigError(
+                "catalog.denied", f"{self.name} refuses this user or password: {error}"
+            ) from None
+        except ResponseError:
+            raise
+        except CallTimeoutError as error:
+            raise self._unavailable(error) from error
+        except (ValkeyError, OSError):
+            return self._execute_again(command)
+
+    def _execute_again(self, command: tuple[Any, ...]) -> Any:
+        """The server may only have closed an idle connection."""
+        try:
+            return self._client.execute_command(*command)
+        except ResponseError:
+            raise
+        except (ValkeyError, OSError) as error:
+            raise self._unavailable(error) from error
+
+    def _unavailable(self, error: Exception) -> UnavailableError:
+        return UnavailableError("catalog.server", f"{self.name}: {error or type(error).__name__}")
+
+
+def _client(server: ServerUrl, call_s: float) -> valkey.Valkey:
+    tls = {"ssl": True, "ssl_ca_certs": server.ca_file, "ssl_check_hostname": True}
+    return valkey.Valkey(
+        host=server.host,
+        port=server.port,
+        db=server.database,
+        username=server.user,
+        password=server.password,
+        socket_timeout=call_s,
+        socket_connect_timeout=min(CONNECT_S, call_s),
+        socket_keepalive=True,
+        retry=Retry(NoBackoff(), 0),
+        lib_name=None,
+        lib_version=None,
+        **(tls if server.is_tls else {}),
+    )

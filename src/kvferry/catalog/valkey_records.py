@@ -1,0 +1,241 @@
+"""What is said to the functions of the catalog on Valkey, and how their answers are read.
+
+The layouts are those of `valkey_rules/`; docs/design/0009 has the keys of the records.
+"""
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+from kvferry.catalog.base import CatalogStats, Commit, Page, Slot, Space, SpaceStats
+from kvferry.catalog.snapshot import (
+    PageEntry,
+    ReservedEntry,
+    SegmentEntry,
+    SegmentState,
+    Snapshot,
+)
+from kvferry.errors import CorruptError
+from kvferry.layout import Address
+
+NO_KEY = bytes(32)
+
+HEADER = struct.Struct("<dII")
+"""Grace time, lookups and hits that were not told yet."""
+NUMBER = struct.Struct("<I")
+LEASE = struct.Struct("<d")
+SLOT = struct.Struct("<II16s")
+ADOPTED = struct.Struct("<IB")
+SWEPT = struct.Struct("<II")
+SIZES = struct.Struct(">IdII")
+
+_COMMIT = struct.Struct("<32s32sIII16sii")
+_FOUND = struct.Struct("<32s32sII16s")
+_WANTED = struct.Struct("<32sI")
+_SPACE = struct.Struct(">IIdII")
+_TOTALS = struct.Struct(">IIIIId")
+_SEGMENT = struct.Struct(">I32sBdIIIId")
+_PAGE = struct.Struct("<II16sII32s")
+_RESERVED = struct.Struct("<c16sd32s")
+
+
+def pack_sizes(space: Space) -> bytes:
+    return SIZES.pack(
+        space.slot_count, float(space.slot_bytes), space.slice_count, space.chunk_tokens
+    )
+
+
+def sized_space(namespace: bytes, packed: bytes) -> Space:
+    """A `Space` of these sizes, without a description."""
+    slot_count, slot_bytes, slice_count, chunk_tokens = SIZES.unpack(packed)
+    return Space(namespace, slot_count, int(slot_bytes), slice_count, chunk_tokens, "")
+
+
+def pack_commits(commits: Sequence[Commit]) -> bytes:
+    return b"".join(
+        _COMMIT.pack(
+            c.key,
+            c.parent,
+            c.chunk_index,
+            *c.slot.address,
+            c.slot.generation,
+            c.first_slice,
+            c.slice_count,
+        )
+        for c in commits
+    )
+
+
+def pack_slots(slots: Sequence[Slot]) -> bytes:
+    return b"".join(SLOT.pack(*slot.address, slot.generation) for slot in slots)
+
+
+def unpack_slots(packed: bytes) -> list[Slot]:
+    return [
+        Slot(Address(segment, slot), generation)
+        for segment, slot, generation in SLOT.iter_unpack(packed)
+    ]
+
+
+def pack_found(pages: Sequence[Page]) -> bytes:
+    return b"".join(
+        _FOUND.pack(p.key, p.parent, p.chunk_index, p.address.slot, p.generation) for p in pages
+    )
+
+
+def pack_wanted(wanted: Sequence[tuple[bytes, int]]) -> bytes:
+    return b"".join(_WANTED.pack(namespace, count) for namespace, count in wanted)
+
+
+def unpack_numbers(packed: bytes) -> tuple[int, ...]:
+    return tuple(number for (number,) in NUMBER.iter_unpack(packed))
+
+
+def pairs(fields: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """A hash as the server lists it: names and values in turn."""
+    return list(zip(fields[::2], fields[1::2], strict=True))
+
+
+def unpack_segment(packed: bytes) -> SegmentEntry:
+    _, namespace, state, until_s, slot_count, *_ = _SEGMENT.unpack(packed)
+    return SegmentEntry(namespace, SegmentState(state), until_s, slot_count)
+
+
+def read_stats(
+    meta: Sequence[bytes],
+    segment_count: int,
+    spaces: Sequence[Any],
+    lookup_count: int,
+    hit_count: int,
+) -> CatalogStats:
+    """`lookup_count`, `hit_count`: what was not told to the server yet."""
+    capacity, segment, lookup, hit, published, duplicate, expired, evicted = map(int, meta)
+    rows = sorted((namespace, *row) for namespace, row in pairs(spaces))
+    return CatalogStats(
+        capacity_bytes=capacity,
+        segment_bytes=segment,
+        segment_count=segment_count,
+        spaces=tuple(_space_stats(*row) for row in rows),
+        lookup_key_count=lookup + lookup_count,
+        hit_key_count=hit + hit_count,
+        published_count=published,
+        duplicate_count=duplicate,
+        expired_count=expired,
+        evicted_count=evicted,
+    )
+
+
+def _space_stats(namespace: bytes, row: bytes, totals: bytes) -> SpaceStats:
+    _, _, slot_bytes, _, _ = _SPACE.unpack_from(row)
+    segment_count, _, page_count, reserved_count, graced_count, _ = _TOTALS.unpack(totals)
+    return SpaceStats(
+        namespace=namespace,
+        description=row[_SPACE.size :].decode(),
+        page_count=page_count,
+        reserved_count=reserved_count,
+        graced_count=graced_count,
+        segment_count=segment_count,
+        slot_bytes=int(slot_bytes),
+    )
+
+
+class Audit:
+    """Collects what `audit` answers, part by part, and tells it as a `Snapshot`."""
+
+    def __init__(self) -> None:
+        self.last_segment = -1
+        self._namespaces: list[bytes] = []
+        self._segments: dict[int, SegmentEntry] = {}
+        self._free: set[Address] = set()
+        self._reserved: dict[Address, ReservedEntry] = {}
+        self._graced: dict[Address, float] = {}
+        self._pages: dict[tuple[bytes, bytes], PageEntry] = {}
+        self._capacity_bytes = 0
+        self._segment_bytes = 0
+
+    def add(self, answer: Sequence[Any]) -> bool:
+        """Returns True if it was the last part. Raises CorruptError where records contradict
+        each other."""
+        is_last, segments, spaces, timer_count, (capacity, segment_bytes) = answer
+        is_all = bool(is_last) and self.last_segment < 0
+        for segment in segments:
+            self._add_segment(*segment)
+        counts = dict(pairs(spaces))
+        self._namespaces = list(counts)
+        self._capacity_bytes, self._segment_bytes = int(capacity), int(segment_bytes)
+        if is_all:  # only then all of it is of one moment
+            self._check_counts(counts, timer_count)
+        return bool(is_last)
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(
+            capacity_bytes=self._capacity_bytes,
+            segment_bytes=self._segment_bytes,
+            namespaces=frozenset(self._namespaces),
+            segments=self._segments,
+            free=frozenset(self._free),
+            reserved=self._reserved,
+            graced=self._graced,
+            pages=self._pages,
+        )
+
+    def _add_segment(
+        self,
+        name: bytes,
+        packed: bytes,
+        bits: bytes,
+        busy: Sequence[bytes],
+        pages: Sequence[tuple[bytes, bytes, int]],
+    ) -> None:
+        number = self.last_segment = int(name)
+        entry = self._segments[number] = unpack_segment(packed)
+        self._free |= {Address(number, slot) for slot in _ones(bits)}
+        for slot, row in pairs(busy):
+            self._add_busy(Address(number, int(slot)), row)
+        for key, page, is_filed in pages:
+            if not is_filed:
+                raise CorruptError("catalog.contradiction", "a page has no age", key=key.hex())
+            segment, slot, generation, age, chunk_index, parent = _PAGE.unpack(page)
+            self._pages[entry.namespace, key] = PageEntry(
+                Address(segment, slot), generation, age, chunk_index, parent
+            )
+
+    def _add_busy(self, address: Address, row: bytes) -> None:
+        if row[:1] == b"G":
+            (self._graced[address],) = LEASE.unpack(row[1:])
+            return
+        _, generation, lease_end_s, key = _RESERVED.unpack_from(row)
+        slices = row[_RESERVED.size :]
+        self._reserved[address] = ReservedEntry(
+            generation,
+            lease_end_s,
+            None if key == NO_KEY else key,
+            frozenset(index for index, mark in enumerate(slices) if mark == ord("1")),
+        )
+
+    def _check_counts(self, spaces: dict[bytes, Sequence[int]], timer_count: int) -> None:
+        """What lies in the tables is what was found by segment."""
+        for namespace, (page_count, cold_count) in spaces.items():
+            found_count = sum(owner == namespace for owner, _ in self._pages)
+            if not page_count == cold_count == found_count:
+                raise CorruptError(
+                    "catalog.contradiction",
+                    "pages and their places disagree",
+                    counts=(page_count, cold_count, found_count),
+                )
+        busy_count = len(self._reserved) + len(self._graced)
+        if timer_count != busy_count:
+            raise CorruptError(
+                "catalog.contradiction",
+                "reserved slots and their ends disagree",
+                counts=(timer_count, busy_count),
+            )
+
+
+def _ones(bits: bytes) -> list[int]:
+    return [
+        index * 8 + bit
+        for index, value in enumerate(bits)
+        for bit in range(8)
+        if value & (0x80 >> bit)
+    ]

@@ -1,0 +1,369 @@
+-- The records of one store during one call. See docs/design/0009 for the keys and what is in them.
+--
+-- A verb gets a `Book`, changes it, and it is flushed if the verb succeeds. Numbers of namespaces
+-- ("spaces") and segments are plain; an address is 8 bytes, so that it sorts.
+
+local AGE_STEP_S, CREATION_S = 60, 60
+local SPACE_IDLE_S, ATTACH_STEP_S = 86400, 3600 -- as in catalog/base.py
+local CHUNKS = 2 ^ 27 -- of a score: age * CHUNKS + how far the chunk is from the greatest index
+local CREATING, READY, EMPTIED = 1, 2, 3
+local LEASE, GRACE = 1, 2
+
+local SEGMENT = '>I4c32BdI4I4I4I4d'
+local TOTALS = '>I4I4I4I4I4d'
+local SIZES = '>I4I4dI4I4'
+local PAGE = '<I4I4c16I4I4c32'
+local ADDRESS = '>I4I4'
+local TIMER = '>BI4I4'
+
+local Book = {}
+Book.__index = Book
+
+-- nil: these are not the records that the caller opened.
+function Book.open(root, catalog_id, grace_s)
+  local found = call('HMGET', root, 'catalog_id', 'offset_s', 'last_s', 'capacity_bytes',
+    'segment_bytes', 'next_segment', 'next_space')
+  if found[1] ~= catalog_id then
+    return nil
+  end
+  local book = setmetatable({
+    root = root,
+    grace_s = grace_s,
+    offset_s = tonumber(found[2]),
+    capacity_bytes = tonumber(found[4]),
+    segment_bytes = tonumber(found[5]),
+    next_segment = tonumber(found[6]),
+    next_space = tonumber(found[7]),
+    counts = { published = 0, duplicate = 0, expired = 0, evicted = 0, lookup = 0, hit = 0 },
+    spaces = {},
+    segments = {},
+    tables = {},
+  }, Book)
+  local last_s, server_s = tonumber(found[3]), server_now_s()
+  if server_s + book.offset_s < last_s then -- the server's clock went back: go on from there
+    book.offset_s = last_s - server_s
+  end
+  book.now_s = math.max(last_s, server_s + book.offset_s)
+  book.age = floor(book.now_s / AGE_STEP_S)
+  return book
+end
+
+function Book:table(kind, name)
+  local key = self.root .. ':' .. name
+  self.tables[key] = self.tables[key] or kind.new(key)
+  return self.tables[key]
+end
+
+function Book:flush()
+  self:flush_segments()
+  for _, found in pairs(self.tables) do
+    found:flush()
+  end
+  call('HSET', self.root, 'last_s', self.now_s, 'offset_s', self.offset_s,
+    'next_segment', self.next_segment, 'next_space', self.next_space)
+  for name, count in pairs(self.counts) do
+    if count > 0 then
+      call('HINCRBY', self.root, name, count)
+    end
+  end
+end
+
+-- Namespaces.
+
+-- nil: unknown.
+function Book:space(namespace)
+  local space = self.spaces[namespace]
+  if space == nil then
+    local packed = self:table(Hash, 'spaces'):get(namespace)
+    space = packed and self:read_space(namespace, packed)
+    self.spaces[namespace] = space
+  end
+  return space or nil
+end
+
+function Book:read_space(namespace, packed)
+  local number, slot_count, slot_bytes, slice_count, chunk_tokens = unpack_from(SIZES, packed)
+  local segments, ready, pages, reserved, graced, soon_free =
+    unpack_from(TOTALS, self:table(Hash, 'totals'):get(tostring(number)))
+  return {
+    namespace = namespace,
+    number = number,
+    slot_count = slot_count,
+    slot_bytes = slot_bytes,
+    slice_count = slice_count,
+    chunk_tokens = chunk_tokens,
+    segments = segments,
+    ready = ready,
+    pages = pages,
+    reserved = reserved,
+    graced = graced,
+    soon_free = soon_free,
+  }
+end
+
+function Book:write_totals(space)
+  self:table(Hash, 'totals'):put(tostring(space.number), pack(TOTALS, space.segments, space.ready,
+    space.pages, space.reserved, space.graced, space.soon_free))
+end
+
+function Book:pages(space)
+  return self:table(Hash, 'pages:' .. space.number)
+end
+
+function Book:cold(space)
+  return self:table(Sorted, 'cold:' .. space.number)
+end
+
+-- Segments. Figures are those of `SegmentHeat`.
+
+-- nil: unknown.
+function Book:segment(number)
+  local segment = self.segments[number]
+  if segment == nil then
+    local packed = self:table(Hash, 'segments'):get(tostring(number))
+    segment = packed and self:read_segment(number, packed)
+    self.segments[number] = segment
+  end
+  return segment or nil
+end
+
+function Book:read_segment(number, packed)
+  local _, namespace, state, until_s, slot_count, pages, reserved, graced, ages =
+    unpack_from(SEGMENT, packed)
+  local segment = {
+    number = number,
+    space = self:space(namespace),
+    state = state,
+    until_s = until_s,
+    slot_count = slot_count,
+    pages = pages,
+    reserved = reserved,
+    graced = graced,
+    ages = ages,
+  }
+  segment.lists = self:lists_of(segment)
+  return segment
+end
+
+-- Changes one figure, and its sum over the namespace. `figure`: pages, reserved or graced.
+function Book:count(segment, figure, by)
+  segment[figure] = segment[figure] + by
+  segment.is_changed = true
+  segment.space[figure] = segment.space[figure] + by
+  if segment.state ~= EMPTIED and figure ~= 'graced' then
+    segment.space.soon_free = segment.space.soon_free - by
+  end
+end
+
+function Book:set_state(segment, state, until_s)
+  local space = segment.space
+  local loose = segment.slot_count - segment.pages - segment.reserved
+  local function sum(of, sign)
+    if of == READY then
+      space.ready = space.ready + sign
+    end
+    if of ~= EMPTIED then
+      space.soon_free = space.soon_free + sign * loose
+    end
+  end
+  if segment.state then
+    sum(segment.state, -1)
+  end
+  sum(state, 1)
+  segment.state, segment.until_s, segment.is_changed = state, until_s, true
+end
+
+-- The lists that a segment is found in, and its scores there.
+function Book:lists_of(segment)
+  local is_ready, used = segment.state == READY, segment.pages + segment.reserved
+  local has_free = is_ready and used + segment.graced < segment.slot_count
+  return {
+    ['free:' .. segment.space.number] = has_free and segment.number,
+    idle = is_ready and used == 0 and segment.number,
+    creating = segment.state == CREATING and segment.until_s,
+    emptied = segment.state == EMPTIED and segment.until_s,
+  }
+end
+
+-- Writes the segments that were changed, and the lists that they are found in.
+function Book:flush_segments()
+  for number, segment in pairs(self.segments) do
+    if segment and segment.is_changed then
+      local name, space = tostring(number), segment.space
+      self:table(Hash, 'segments'):put(name, pack(SEGMENT, space.number, space.namespace,
+        segment.state, segment.until_s, segment.slot_count, segment.pages, segment.reserved,
+        segment.graced, segment.ages))
+      self:write_totals(space)
+      local lists = self:lists_of(segment)
+      for list, score in pairs(lists) do
+        if score ~= segment.lists[list] then
+          self:table(Sorted, list):put(name, score)
+        end
+      end
+      segment.lists, segment.is_changed = lists, false
+    end
+  end
+end
+
+-- Numbers of the segments of a list whose score is at most `score_max`, in order.
+function Book:listed(list, score_max)
+  self:flush_segments()
+  local numbers = {}
+  for index, name in ipairs(self:table(Sorted, list):lowest(score_max, -1)) do
+    numbers[index] = tonumber(name)
+  end
+  table.sort(numbers)
+  return numbers
+end
+
+-- All segments, by number.
+function Book:all_segments()
+  self:flush_segments()
+  local segments = {}
+  for index, name in ipairs(self:table(Hash, 'segments'):fields()) do
+    segments[index] = self:segment(tonumber(name))
+  end
+  table.sort(segments, function(one, other) return one.number < other.number end)
+  return segments
+end
+
+function Book:bits(segment)
+  return self:table(Bits, 'bits:' .. segment.number)
+end
+
+function Book:keys(segment)
+  return self:table(Keys, 'keys:' .. segment.number)
+end
+
+-- Reserved and graced slots of a segment: 'R' and a reservation, or 'G' and its end.
+function Book:busy(segment)
+  return self:table(Hash, 'busy:' .. segment.number)
+end
+
+function Book:segment_count()
+  self:flush_segments()
+  self:table(Hash, 'segments'):flush()
+  return call('HLEN', self.root .. ':segments')
+end
+
+function Book:has_room()
+  return (self:segment_count() + 1) * self.segment_bytes <= self.capacity_bytes
+end
+
+function Book:add_segment(number, space, state)
+  local segment = self:segment(number)
+  if not segment then
+    segment = { number = number, space = space, slot_count = space.slot_count,
+      pages = 0, reserved = 0, graced = 0, ages = 0, lists = {} }
+    self.segments[number] = segment
+    space.segments = space.segments + 1
+  end
+  self:set_state(segment, state, self.now_s + CREATION_S)
+  self.next_segment = math.max(self.next_segment, number + 1)
+  if state == READY then
+    self:bits(segment):fill(segment.slot_count)
+    self:keys(segment):fill(segment.slot_count)
+  end
+  return segment
+end
+
+-- Pages.
+
+local function coldness(age, chunk_index)
+  return age * CHUNKS + CHUNKS - 1 - math.min(chunk_index, CHUNKS - 1)
+end
+
+local function read_page(packed)
+  local segment, slot, generation, age, chunk_index, parent = unpack_from(PAGE, packed)
+  return { segment = segment, slot = slot, generation = generation, age = age,
+    chunk_index = chunk_index, parent = parent }
+end
+
+function Book:page(space, key)
+  local packed = self:pages(space):get(key)
+  return packed and read_page(packed)
+end
+
+function Book:write_page(space, key, page)
+  self:pages(space):put(key, pack(PAGE, page.segment, page.slot, page.generation, page.age,
+    page.chunk_index, page.parent))
+  self:cold(space):put(pack(ADDRESS, page.segment, page.slot),
+    coldness(page.age, page.chunk_index))
+end
+
+-- Marks a page and its ancestors as used now.
+function Book:lift(space, key)
+  local page = self:page(space, key)
+  while page and page.age < self.age do
+    local segment = self:segment(page.segment)
+    segment.ages = segment.ages + self.age - page.age
+    segment.is_changed = true
+    page.age = self.age
+    self:write_page(space, key, page)
+    key = page.parent
+    page = self:page(space, key)
+  end
+end
+
+function Book:publish(space, key, page)
+  local segment = self:segment(page.segment)
+  page.age = self.age
+  self:write_page(space, key, page)
+  self:keys(segment):put(page.slot, key)
+  self:count(segment, 'pages', 1)
+  segment.ages = segment.ages + self.age
+  self:lift(space, page.parent)
+end
+
+function Book:remove_page(space, key, page)
+  local segment = self:segment(page.segment)
+  self:pages(space):delete(key)
+  self:cold(space):delete(pack(ADDRESS, page.segment, page.slot))
+  self:count(segment, 'pages', -1)
+  segment.ages = segment.ages - page.age
+  self.counts.evicted = self.counts.evicted + 1
+end
+
+function Book:evict_page(space, key, page)
+  self:remove_page(space, key, page)
+  self:start_grace(self:segment(page.segment), page.slot, self.now_s + self.grace_s)
+end
+
+-- Slots.
+
+function Book:timers()
+  return self:table(Sorted, 'timers')
+end
+
+function Book:free(segment, slot)
+  self:bits(segment):put(slot, true)
+  segment.is_changed = true
+end
+
+function Book:start_grace(segment, slot, end_s)
+  self:busy(segment):put(tostring(slot), 'G' .. pack('<d', end_s))
+  self:timers():put(pack(TIMER, GRACE, segment.number, slot), end_s)
+  self:count(segment, 'graced', 1)
+end
+
+-- nil: nobody holds it. `key`: NO_KEY before the first commit; `slices`: '1' where committed.
+function Book:reservation(segment, slot)
+  local packed = self:busy(segment):get(tostring(slot))
+  if not packed or byte(packed) ~= byte('R') then
+    return nil
+  end
+  local generation, lease_end_s, key = unpack_from('<c16dc32', packed, 2)
+  return { generation = generation, lease_end_s = lease_end_s, key = key,
+    slices = sub(packed, 58) }
+end
+
+function Book:write_reservation(segment, slot, held)
+  self:busy(segment):put(tostring(slot),
+    'R' .. pack('<c16dc32', held.generation, held.lease_end_s, held.key) .. held.slices)
+end
+
+function Book:end_reservation(segment, slot)
+  self:busy(segment):delete(tostring(slot))
+  self:timers():delete(pack(TIMER, LEASE, segment.number, slot))
+  self:count(segment, 'reserved', -1)
+end

@@ -1,0 +1,92 @@
+-- What is only read: lookups and figures.
+
+local LOOKUP_BATCH = 200
+
+local Readers = {}
+
+-- A hit of 24 bytes for each key.
+function Readers.lookup(root, namespace, packed)
+  local row = call('HGET', root .. ':spaces', namespace)
+  if not row then
+    return OK .. rep(NO_HIT, #packed / KEY_BYTES)
+  end
+  local pages, hits = root .. ':pages:' .. unpack_from('>I4', row), { OK }
+  local count, batch_bytes = 1, LOOKUP_BATCH * KEY_BYTES
+  for first = 1, #packed, batch_bytes do
+    local keys, key_count = {}, 0
+    for at = first, math.min(first + batch_bytes, #packed + 1) - 1, KEY_BYTES do
+      key_count = key_count + 1
+      keys[key_count] = sub(packed, at, at + KEY_BYTES - 1)
+    end
+    local found = call('HMGET', pages, unpack_all(keys))
+    for index = 1, key_count do
+      local page = found[index]
+      hits[count + index] = page and sub(page, 1, 24) or NO_HIT
+    end
+    count = count + key_count
+  end
+  return table.concat(hits)
+end
+
+-- The store's own fields, then for each namespace its name, record and sums.
+function Readers.stats(root)
+  local meta = call('HMGET', root, 'capacity_bytes', 'segment_bytes', 'lookup', 'hit', 'published',
+    'duplicate', 'expired', 'evicted')
+  local spaces = call('HGETALL', root .. ':spaces')
+  for index = 2, #spaces, 2 do
+    local number = unpack_from('>I4', spaces[index])
+    spaces[index] = { spaces[index], call('HGET', root .. ':totals', tostring(number)) }
+  end
+  return { OK, meta, call('HLEN', root .. ':segments'), spaces }
+end
+
+function Readers.segments(root)
+  return { OK, call('HGETALL', root .. ':segments') }
+end
+
+local function audit_segment(root, number, packed)
+  local space = unpack_from('>I4', packed)
+  local names, pages = call('GET', root .. ':keys:' .. number) or '', {}
+  for index, key in ipairs(pieces(names, KEY_BYTES)) do
+    local page = call('HGET', root .. ':pages:' .. space, key)
+    local segment, slot, _, age, chunk_index
+    if page then
+      segment, slot, _, age, chunk_index = unpack_from(PAGE, page)
+    end
+    if segment == tonumber(number) and slot == index - 1 then
+      local score = call('ZSCORE', root .. ':cold:' .. space, pack(ADDRESS, segment, slot))
+      local is_filed = score and tonumber(score) == coldness(age, chunk_index)
+      pages[#pages + 1] = { key, page, is_filed and 1 or 0 }
+    end
+  end
+  return { number, packed, call('GET', root .. ':bits:' .. number) or '',
+    call('HGETALL', root .. ':busy:' .. number), pages }
+end
+
+-- Everything of the segments above `after`, of so many that they have about `slots_max` slots;
+-- then whether these were the last, and how many records there are in all tables of each space.
+function Readers.audit(root, after, slots_max)
+  local found, numbers, rows = call('HGETALL', root .. ':segments'), {}, {}
+  for index = 1, #found, 2 do
+    local number = tonumber(found[index])
+    if number > tonumber(after) then
+      numbers[#numbers + 1], rows[number] = number, found[index + 1]
+    end
+  end
+  table.sort(numbers)
+  local segments, slot_count = {}, 0
+  for index, number in ipairs(numbers) do
+    if slot_count >= tonumber(slots_max) then
+      break
+    end
+    segments[index] = audit_segment(root, tostring(number), rows[number])
+    slot_count = slot_count + select(5, unpack_from(SEGMENT, rows[number]))
+  end
+  local spaces = call('HGETALL', root .. ':spaces')
+  for index = 2, #spaces, 2 do
+    local name = tostring(unpack_from('>I4', spaces[index]))
+    spaces[index] = { call('HLEN', root .. ':pages:' .. name), call('ZCARD', root .. ':cold:' .. name) }
+  end
+  return { OK, #segments == #numbers and 1 or 0, segments, spaces,
+    call('ZCARD', root .. ':timers'), call('HMGET', root, 'capacity_bytes', 'segment_bytes') }
+end

@@ -1,0 +1,115 @@
+"""A Valkey server for tests, and a catalog on it whose time is the test's.
+
+The rules run as they do in use; only the part of the library that asks for the time is another:
+`ClockedLink` says what time it is before each call.
+"""
+
+import signal
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from kvferry.catalog.base import GRACE_S
+from kvferry.catalog.valkey import ValkeyCatalog
+from kvferry.catalog.valkey_library import library
+from kvferry.catalog.valkey_link import Link
+from kvferry.clock import Clock, SystemClock
+from kvferry.errors import UnavailableError
+from kvferry.server_url import ServerUrl
+
+NOW_KEY = "kvferry:test:now_s"
+CLOCK_RULES = f"""
+local function server_now_s()
+  return tonumber(redis.call('GET', '{NOW_KEY}'))
+end
+"""
+START_S = 20.0
+
+
+class ClockedLink(Link):
+    """A link to a server on which `clock` is the time."""
+
+    def __init__(self, server: ServerUrl, clock: Clock, **options: Any):
+        super().__init__(server, SystemClock(), library(CLOCK_RULES), **options)
+        self._time = clock
+
+    def call(self, function: str, root: bytes, *arguments: Any) -> Any:
+        self.say("SET", NOW_KEY, repr(self._time.now_s()))
+        return super().call(function, root, *arguments)
+
+
+def clocked_catalog(server: ServerUrl, clock: Clock, grace_s: float = GRACE_S) -> ValkeyCatalog:
+    """A catalog that tells the time of `clock`."""
+    return ValkeyCatalog(server, clock, grace_s, link=ClockedLink(server, clock))
+
+
+class ServerProcess:
+    """A `valkey-server` on a free port of loopback, over a folder of its own, with an append-only
+    file. `start` again after `kill` is a restart with what the file has."""
+
+    def __init__(self, binary: Path, folder: Path, *options: str):
+        self._binary = binary
+        self._options = options
+        self._process: subprocess.Popen | None = None
+        self.folder = folder
+        self.url = ServerUrl("127.0.0.1", free_port(), 0, False, None, None, None)
+
+    def start(self) -> None:
+        self.folder.mkdir(exist_ok=True)
+        fixed = ("--bind", "127.0.0.1", "--port", str(self.url.port), "--dir", str(self.folder))
+        self._process = subprocess.Popen(
+            [self._binary, *fixed, "--save", "", "--appendonly", "yes", *self._options],
+            stdout=(self.folder / "log").open("ab"),
+            stderr=subprocess.STDOUT,
+        )
+        clock = SystemClock()
+        end_s = clock.now_s() + START_S
+        while not self._answers():
+            assert clock.now_s() < end_s, (self.folder / "log").read_text()
+            clock.sleep(0.02)
+
+    def _answers(self) -> bool:
+        link = Link(self.url, SystemClock(), library())
+        try:
+            link.open()
+        except UnavailableError:
+            return False
+        finally:
+            link.close()
+        return True
+
+    def say(self, *command: Any) -> Any:
+        """One command, on a connection of its own."""
+        link = Link(self.url, SystemClock(), library())
+        link.open()
+        try:
+            return link.say(*command)
+        finally:
+            link.close()
+
+    def send(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """Leaves it no time for anything."""
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGCONT)
+            self._process.kill()
+            self._process.wait()
+
+    def forget(self) -> None:
+        """What it wrote is gone: the next start begins with nothing. Not while it runs."""
+        for path in sorted(self.folder.rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+
+
+def free_port() -> int:
+    """A port of loopback that nobody used a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
