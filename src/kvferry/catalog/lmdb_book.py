@@ -213,9 +213,9 @@ class LmdbBook:
     # Slots.
 
     def reserve(self, namespace: bytes, count: int, lease_s: float) -> list[Slot]:
+        minted = self._mint(16 * count)
         space = self._known_space(namespace).number
         found = self._tables.free.scan(number_key(space), count)
-        minted = self._mint(16 * count)
         lease_end_s = self._now_s + lease_s
         slots = []
         for index, (key, _) in enumerate(found):

@@ -131,9 +131,9 @@ class MemoryBook:
     # Slots.
 
     def reserve(self, namespace: bytes, count: int, lease_s: float) -> list[Slot]:
+        minted = self._clock.random_bytes(16 * count)
         self._space(namespace)
         addresses = sorted(a for a in self._free if self._namespace(a) == namespace)[:count]
-        minted = self._clock.random_bytes(16 * count)
         slots = [Slot(a, minted[16 * i : 16 * i + 16]) for i, a in enumerate(addresses)]
         lease_end_s = self._clock.now_s() + lease_s
         for slot in slots:

@@ -150,9 +150,10 @@ class ValkeyCatalog:
         with self._lock:
             lookup_count, hit_count = self._lookup_count, self._hit_count
         said = self._change(function, arguments, once, (lookup_count, hit_count), namespace)
-        with self._lock:
-            self._lookup_count -= lookup_count
-            self._hit_count -= hit_count
+        if said[0] == OK:  # else the function changed nothing
+            with self._lock:
+                self._lookup_count -= lookup_count
+                self._hit_count -= hit_count
         return said
 
     def _change(
