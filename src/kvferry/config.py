@@ -19,13 +19,16 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 import msgspec
 from msgspec import Meta
 
+from kvferry import server_url
 from kvferry.errors import ConfigError
 
 PAGES_SCHEMES = ("posix", "memory")
-CATALOG_SCHEMES = ("lmdb", "memory")
+CATALOG_SCHEMES = ("lmdb", "valkey", "memory")
+_URL_FORMS = {"memory": "memory:", "valkey": server_url.FORM}
 SIZE_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "PiB": 1 << 50}
 
 SECRET_VARIABLE = "KVFERRY_TRANSFER_SECRET"
+CATALOG_PASSWORD_VARIABLE = "KVFERRY_CATALOG_PASSWORD"
 
 cluster = partial(Meta, extra={"scope": "cluster"})
 process = partial(Meta, extra={"scope": "process"})
@@ -58,7 +61,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str | None,
         cluster(
             description="URL of the catalog: `lmdb:///path` (a folder on a local disk of the one"
-            " host) or `memory:`. Default: an LMDB in"
+            " host), `valkey://[user:password@]host:port[/database]` for engines on many hosts"
+            " (`valkeys://` with TLS, `?ca_file=/path` for an authority of your own; the password"
+            " may be in the environment variable `KVFERRY_CATALOG_PASSWORD` instead) or `memory:`."
+            " Default: an LMDB in"
             " `$XDG_STATE_HOME/kvferry/<store id>`, or `~/.local/state` where that is not set."
         ),
     ] = None
@@ -274,6 +280,11 @@ def transfer_secret(file: str | None) -> bytes:
         ) from error
 
 
+def catalog_password() -> str | None:
+    """Of the catalog's server, where its URL has none."""
+    return os.environ.get(CATALOG_PASSWORD_VARIABLE) or None
+
+
 def parse_size(name: str, text: str) -> int:
     """ "200GiB" to bytes. Units are powers of 1024: KiB, MiB, GiB, TiB, PiB, or none."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
@@ -361,7 +372,7 @@ def _check(config: Config) -> None:
     """What one field's type cannot say."""
     _check_url("pages", config.pages, PAGES_SCHEMES)
     if config.catalog is not None:
-        _check_url("catalog", config.catalog, CATALOG_SCHEMES)
+        _check_catalog(config.catalog)
     alignment = config.alignment_bytes
     if alignment & (alignment - 1) or alignment > 1 << 30:
         raise _wrong("alignment_bytes", alignment, "a power of two, 4096 to 1 GiB")
@@ -376,9 +387,16 @@ def _check(config: Config) -> None:
         raise _wrong("reservation_lease_s", config.reservation_lease_s, expected)
 
 
+def _check_catalog(url: str) -> None:
+    if server_url.is_server(url):
+        server_url.parse(url)
+    else:
+        _check_url("catalog", server_url.shown(url), CATALOG_SCHEMES)
+
+
 def _check_url(name: str, url: str, schemes: tuple[str, ...]) -> None:
     scheme, path = split_url(url)
-    forms = ", ".join("memory:" if known == "memory" else f"{known}:///path" for known in schemes)
+    forms = ", ".join(_URL_FORMS.get(known, f"{known}:///path") for known in schemes)
     if scheme not in schemes:
         raise _wrong(name, url, forms, scheme, schemes)
     if scheme == "memory":

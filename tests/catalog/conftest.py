@@ -2,13 +2,13 @@
 
 import pytest
 
+from kvferry.catalog.valkey_server import find_server
 from kvferry.testing.valkey import ServerProcess
-from tests.catalog.valkey_binary import server_binary
 
 
 @pytest.fixture(scope="session")
 def valkey_server(tmp_path_factory):
-    server = ServerProcess(server_binary(), tmp_path_factory.mktemp("valkey"), "--appendonly", "no")
+    server = ServerProcess(find_server(), tmp_path_factory.mktemp("valkey"), "--appendonly", "no")
     server.start()
     yield server
     server.stop()

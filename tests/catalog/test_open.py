@@ -26,8 +26,12 @@ def test_urls_name_their_catalogs(tmp_path):
         ("memory://x", "did you mean memory:?"),
         ("lmdb://relative", "did you mean lmdb:///absolute/path?"),
         ("lmdb:///", "did you mean lmdb:///absolute/path?"),
-        ("postgres://host", "lmdb:///absolute/path or memory:"),
-        ("valkey://host:6379", "not in this version"),
+        ("postgres://host", "lmdb:///absolute/path or valkey://"),
+        ("valkye://host:6379", "did you mean valkey://[user:password@]host:port[/database]?"),
+        ("valkey://host:many", "not of the form valkey://"),
+        ("valkey://host/first", "not of the form valkey://"),
+        ("valkey://host?ca_file=/x", "not of the form valkey://"),
+        ("valkey://", "not of the form valkey://"),
     ],
 )
 def test_other_urls_say_what_to_write(url, said):

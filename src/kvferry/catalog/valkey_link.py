@@ -15,8 +15,10 @@ from valkey.exceptions import (
     AuthenticationWrongNumberOfArgsError,
     NoPermissionError,
     ResponseError,
-    TimeoutError as CallTimeoutError,
     ValkeyError,
+)
+from valkey.exceptions import (
+    TimeoutError as CallTimeoutError,
 )
 from valkey.retry import Retry
 

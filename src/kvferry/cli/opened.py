@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvferry.catalog import open as catalog_open
 from kvferry.catalog.base import Catalog
-from kvferry.catalog.lmdb import LmdbCatalog
 from kvferry.clock import SystemClock
 from kvferry.config import Config, split_url
 from kvferry.errors import ConfigError, UnavailableError
@@ -15,11 +15,12 @@ from kvferry.pages import open as pages_open
 from kvferry.pages.base import PageStore, StoreFacts
 from kvferry.pages.facts import Asked
 from kvferry.pages.segments import Superblock, read_superblock
+from kvferry.server_url import is_server, shown
 
 
 @dataclass(frozen=True)
 class OpenedStore:
-    """`catalog` None: there is none on this host."""
+    """`catalog` None: there is none on this host. `catalog_url`: without a password."""
 
     pages: PageStore
     facts: StoreFacts
@@ -60,7 +61,7 @@ def open_store(config: Config) -> Iterator[OpenedStore]:
     catalog = None
     try:
         catalog = _open_catalog(url, facts, is_named=config.catalog is not None)
-        yield OpenedStore(pages, facts, catalog, url)
+        yield OpenedStore(pages, facts, catalog, shown(url))
     finally:
         if catalog is not None:
             catalog.close()
@@ -70,10 +71,11 @@ def open_store(config: Config) -> Iterator[OpenedStore]:
 def _open_catalog(url: str, facts: StoreFacts, *, is_named: bool) -> Catalog | None:
     """Only one that is there already: looking at a store makes no catalog."""
     scheme, path = split_url(url)
-    if scheme != "lmdb" or not Path(path, "data.mdb").exists():
+    is_there = is_server(url) or (scheme == "lmdb" and Path(path, "data.mdb").exists())
+    if not is_there:
         if is_named:
             raise UnavailableError("cli.no_catalog", f"there is no catalog in {url}: name another")
         return None
-    catalog = LmdbCatalog(Path(path), SystemClock(), is_guest=True)
+    catalog = catalog_open.open_url(url, SystemClock(), is_guest=True)
     catalog.open(facts.store_id, facts.capacity_bytes, facts.segment_bytes)
     return catalog

@@ -8,12 +8,15 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvferry import server_url
+from kvferry.catalog.open import open_url as open_catalog
 from kvferry.cli import mounts
 from kvferry.cli.finding import Finding, failed, passed, warning
 from kvferry.cli.opened import open_store
 from kvferry.cli.output import size_text
+from kvferry.clock import SystemClock
 from kvferry.config import Config, split_url
-from kvferry.errors import ConfigError, Error
+from kvferry.errors import ConfigError, Error, UnavailableError
 from kvferry.pages.segments import Superblock, read_superblock
 
 PROBE_BYTES = 4096
@@ -126,7 +129,10 @@ def _check_direct_io(name: str, direct_io: str) -> Finding:
 def _check_catalog_folder(config: Config, superblock: Superblock | None) -> Finding:
     """The embedded catalog is memory-mapped: that is not safe on a shared file system."""
     store_id = bytes.fromhex(superblock.store_id) if superblock else bytes(16)
-    scheme, path = split_url(config.catalog_url(store_id))
+    url = config.catalog_url(store_id)
+    scheme, path = split_url(url)
+    if server_url.is_server(url):
+        return _check_server(url, superblock)
     if scheme != "lmdb":
         return warning("catalog", scheme, "for tests only: leave the key catalog out")
     folder = nearest_folder(Path(path).resolve())
@@ -138,6 +144,28 @@ def _check_catalog_folder(config: Config, superblock: Superblock | None) -> Find
         cure = f"give user {os.geteuid()} the folder, or name another one with catalog"
         return failed("catalog", f"{folder} cannot be written", cure)
     return passed("catalog", f"{path if superblock else folder} ({kind})")
+
+
+def _check_server(url: str, superblock: Superblock | None) -> Finding:
+    """Whether an engine could open the catalog; one that is not there is not made."""
+    facts = superblock.facts() if superblock else None
+    name = server_url.shown(url)
+    try:
+        catalog = open_catalog(url, SystemClock(), is_guest=True)
+        catalog.open(
+            facts.store_id if facts else bytes(16),
+            facts.capacity_bytes if facts else 1 << 30,
+            facts.segment_bytes if facts else 1 << 20,
+        )
+    except UnavailableError as error:
+        if error.kind == "catalog.absent":
+            return passed("catalog", f"{name} answers; it has no catalog of this store yet")
+        cure = "start it, or mend the URL: engines run without a cache until it answers"
+        return failed("catalog", error.message, cure)
+    except Error as error:
+        return failed("catalog", error.message, "mend this before the engine starts")
+    catalog.close()
+    return passed("catalog", name)
 
 
 def _check_opens(config: Config) -> Finding:
