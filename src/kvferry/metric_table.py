@@ -192,6 +192,13 @@ _CATALOG = (
         "Expected once after the catalog was lost or moved.",
     ),
     counter(
+        "catalog_losses",
+        "",
+        "How often the catalog's server was found to be another than before, or without records.",
+        "Now and then, with restarts of the server: the pages are found again by themselves. Often:"
+        " keep its append-only file on a disk, and see why it restarts.",
+    ),
+    counter(
         "catalog_takeovers",
         "",
         "How often a catalog took a store over from an owner that was silent.",

@@ -50,6 +50,9 @@ SPACE_IDLE_S = 86_400.0
 """After this time without a segment a namespace is forgotten."""
 ATTACH_STEP_S = 3600.0
 """Granularity of the moment of the last `attach`."""
+LOST = "catalog.lost"
+"""Kind of the UnavailableError of a catalog that must be opened again: it may know less than it
+did, or nothing."""
 
 
 PACKED_HIT = struct.Struct("<II16s")

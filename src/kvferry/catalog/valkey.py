@@ -5,9 +5,9 @@ trip for a batch of bounded size; a longer one is split. Time is the server's. W
 have on one server lies side by side, each under its own keys. Counters of lookups are kept in the
 process and told with its next writing call.
 
-A server that was restarted empty, or failed over to one that never had the records, is a catalog
-lost: each call raises UnavailableError with kind `catalog.lost` until it is opened again, which
-makes a new one with another `catalog_id`.
+A server that was restarted, or another that took its place, may have lost some records or all of
+them: each call raises UnavailableError with kind `catalog.lost` until the catalog is opened again,
+which makes a new one, with another `catalog_id`, where there is none.
 """
 
 import struct
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from kvferry.catalog import valkey_records as records
 from kvferry.catalog.base import (
     GRACE_S,
+    LOST,
     PACKED_HIT,
     CatalogStats,
     Commit,
@@ -181,9 +182,7 @@ class ValkeyCatalog:
     def _check(self, status: int, namespace: bytes) -> None:
         """Raises for what is an error whatever was asked."""
         if status == ord("L"):
-            raise UnavailableError(
-                "catalog.lost", f"{self._link.name} has lost the catalog: open it again"
-            )
+            raise UnavailableError(LOST, f"{self._link.name} has lost the catalog: open it again")
         if status == ord("U"):
             raise unknown_namespace(namespace)
         if status == ord("B"):

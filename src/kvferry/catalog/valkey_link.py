@@ -2,10 +2,14 @@
 
 A server that does not have the library (new, restarted, another's) gets it. A connection that broke
 is made again once within a call, so a function may be called twice with the same arguments: those
-that must not be worked out twice get an operation id. Any thread may call.
+that must not be worked out twice get an operation id. A server that was started again, or another
+at its address, is not the one that was opened: calls raise UnavailableError with kind
+`catalog.lost` until the link is opened again. Any thread may call.
 """
 
 import itertools
+import re
+from collections.abc import Callable
 from typing import Any
 
 import valkey
@@ -22,6 +26,7 @@ from valkey.exceptions import (
 )
 from valkey.retry import Retry
 
+from kvferry.catalog.base import LOST
 from kvferry.catalog.valkey_library import Library
 from kvferry.clock import Clock
 from kvferry.errors import ClosedError, ConfigError, UnavailableError
@@ -31,6 +36,7 @@ CALL_S = 2.0
 """How long a call may take: the engine's runner thread waits for it."""
 CONNECT_S = 1.0
 POLICY = "noeviction"
+DENIED = "catalog.denied"
 
 _DENIED = (AuthenticationError, AuthenticationWrongNumberOfArgsError, NoPermissionError)
 
@@ -46,6 +52,7 @@ class Link:
         self._call_s = call_s
         self._client: valkey.Valkey | None = None
         self._session = b""
+        self._server_run: bytes | None = None
         self._numbers = itertools.count()
 
     def open(self) -> None:
@@ -53,14 +60,29 @@ class Link:
         UnavailableError if it does not answer."""
         self.close()
         self._session = self._clock.random_bytes(12)
-        self._client = _client(self._server, self._call_s)
-        policy = self.say("INFO", "memory").get("maxmemory_policy", POLICY)
+        self._server_run = None
+        self._client = _client(self._server, self._call_s, self._greet)
+        try:
+            policy = self.say("INFO", "memory").get("maxmemory_policy", POLICY)
+        except UnavailableError as error:
+            if error.kind != DENIED:
+                raise
+            raise ConfigError(DENIED, error.message) from error
         if policy != POLICY:
             raise ConfigError(
                 "catalog.maxmemory_policy",
                 f"{self.name} may throw records away when its memory is full: set"
                 f" maxmemory-policy to {POLICY} (it is {policy})",
             )
+
+    def _greet(self, connection: Any) -> None:
+        """Each new connection must lead to the server that was opened, in the same life of it."""
+        connection.on_connect()
+        connection.send_command("INFO", "server")
+        run = re.search(rb"run_id:(\w+)", connection.read_response())
+        if self._server_run not in (None, run and run[1]):
+            raise _OtherServerError("the server was restarted, or another took its place")
+        self._server_run = run and run[1]
 
     def close(self) -> None:
         client, self._client = self._client, None
@@ -83,7 +105,7 @@ class Link:
         return self.say(*command)
 
     def say(self, *command: Any) -> Any:
-        """Any other command. Raises as `call`, and ConfigError if the server refuses us."""
+        """Any other command. Raises as `call`."""
         try:
             return self._execute(command)
         except ResponseError as error:
@@ -98,35 +120,45 @@ class Link:
 
     def _execute(self, command: tuple[Any, ...]) -> Any:
         """A `ResponseError` is the caller's to understand."""
-        if self._client is None:
-            raise ClosedError("catalog.closed", "the catalog is closed", server=self.name)
         try:
-            return self._client.execute_command(*command)
-        except _DENIED as error:
-            raise ConfigError(
-                "catalog.denied", f"{self.name} refuses this user or password: {error}"
-            ) from None
-        except ResponseError:
-            raise
+            return self._attempt(command)
         except CallTimeoutError as error:
             raise self._unavailable(error) from error
-        except (ValkeyError, OSError):
-            return self._execute_again(command)
+        except (ResponseError, UnavailableError):
+            raise
+        except (ValkeyError, OSError):  # the server may only have closed an idle connection
+            return self._attempt_again(command)
 
-    def _execute_again(self, command: tuple[Any, ...]) -> Any:
-        """The server may only have closed an idle connection."""
+    def _attempt_again(self, command: tuple[Any, ...]) -> Any:
         try:
-            return self._client.execute_command(*command)
-        except ResponseError:
+            return self._attempt(command)
+        except (ResponseError, UnavailableError):
             raise
         except (ValkeyError, OSError) as error:
             raise self._unavailable(error) from error
+
+    def _attempt(self, command: tuple[Any, ...]) -> Any:
+        client = self._client
+        if client is None:
+            raise ClosedError("catalog.closed", "the catalog is closed", server=self.name)
+        try:
+            return client.execute_command(*command)
+        except _OtherServerError as error:
+            raise UnavailableError(LOST, f"{self.name}: {error}") from None
+        except _DENIED as error:
+            raise UnavailableError(
+                DENIED, f"{self.name} refuses this user or password: {error}"
+            ) from None
 
     def _unavailable(self, error: Exception) -> UnavailableError:
         return UnavailableError("catalog.server", f"{self.name}: {error or type(error).__name__}")
 
 
-def _client(server: ServerUrl, call_s: float) -> valkey.Valkey:
+class _OtherServerError(ValkeyError):
+    """Not the server that was opened."""
+
+
+def _client(server: ServerUrl, call_s: float, greet: Callable[[Any], None]) -> valkey.Valkey:
     tls = {"ssl": True, "ssl_ca_certs": server.ca_file, "ssl_check_hostname": True}
     return valkey.Valkey(
         host=server.host,
@@ -138,6 +170,7 @@ def _client(server: ServerUrl, call_s: float) -> valkey.Valkey:
         socket_connect_timeout=min(CONNECT_S, call_s),
         socket_keepalive=True,
         retry=Retry(NoBackoff(), 0),
+        valkey_connect_func=greet,
         lib_name=None,
         lib_version=None,
         **(tls if server.is_tls else {}),

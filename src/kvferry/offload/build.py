@@ -4,7 +4,6 @@ A mistake in the configuration is a ConfigError here, so that the engine does no
 that does not answer is none: the engine starts without it, and opening is tried again.
 """
 
-import functools
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from kvferry import _native
 from kvferry.catalog.base import Catalog
 from kvferry.catalog.measured import MeasuredCatalog
 from kvferry.catalog.open import open_url as make_catalog
+from kvferry.catalog.reviving import RevivingCatalog
 from kvferry.catalog.runner import Runner, Ticket, TicketState
 from kvferry.clock import Clock
 from kvferry.config import Config
@@ -77,18 +77,21 @@ class Backends:
         self.facts: StoreFacts = self.pages.open()
         url = config.catalog_url(self.facts.store_id)
         catalog = make_catalog(url, clock, grace_s=config.grace_s)
-        self.catalog: Catalog = MeasuredCatalog(catalog, clock, metrics)
+        self.catalog: Catalog = MeasuredCatalog(
+            RevivingCatalog(catalog, self._revive), clock, metrics
+        )
         self.runner = Runner(clock, metrics)
         self._is_open = False
+        self._prepare: Callable[[], None] = lambda: None
 
     def start(self, prepare: Callable[[], None] | None = None) -> None:
         """Starts the runner and opens the catalog on it; waits for that, but not for ever."""
+        self._prepare = prepare or self._prepare
         self.runner.start()
-        opening = functools.partial(self._open, prepare)
-        self._await(self.runner.submit(opening, OPEN_WAIT_S))
+        self._await(self.runner.submit(self._open, OPEN_WAIT_S))
         if not self._is_open:
             log.warning("the catalog does not answer: starting without it")
-            self.runner.periodic(opening, REOPEN_S)
+            self.runner.periodic(self._open, REOPEN_S)
 
     def show_space(self) -> None:
         """Gauges of what the store holds. On the runner thread."""
@@ -103,14 +106,20 @@ class Backends:
         self.catalog.close()
         self.pages.close()
 
-    def _open(self, prepare: Callable[[], None] | None) -> None:
-        if self._is_open:
-            return
+    def _open(self) -> None:
+        if not self._is_open:
+            self._open_again()
+            self._is_open = True
+
+    def _open_again(self) -> None:
         facts = self.facts
         self.catalog.open(facts.store_id, facts.capacity_bytes, facts.segment_bytes)
-        if prepare is not None:
-            prepare()
-        self._is_open = True
+        self._prepare()
+
+    def _revive(self) -> None:
+        log.warning("the catalog was lost: opening it again")
+        self.metrics.count("kvferry_catalog_losses_total")
+        self._open_again()
 
     def _await(self, ticket: Ticket) -> None:
         while ticket.state(self._clock.now_s()) is TicketState.PENDING:
@@ -140,15 +149,21 @@ class _Tenure:
         self._clock = clock
         self._backends = backends
         self._ownership: StoreOwnership | None = None
+        self._has_begun = False
 
     def begin(self) -> None:
+        """After each opening of the catalog, which may be another one than before."""
         backends = self._backends
+        self._has_begun = False
+        is_first = self._ownership is None
+        self.end()
         if self._root is not None:
             catalog_id = backends.catalog.catalog_id.hex()
             self._ownership = StoreOwnership(self._root, catalog_id, self._clock)
-            if self._ownership.acquire(OWNER_LEASE_S):
+            if self._ownership.acquire(OWNER_LEASE_S) and is_first:
                 backends.metrics.count("kvferry_catalog_takeovers_total")
         recover(backends.catalog, backends.pages, backends.facts, backends.metrics)
+        self._has_begun = True
 
     def beat(self) -> None:
         if self._ownership is not None:
@@ -156,7 +171,7 @@ class _Tenure:
 
     @property
     def is_held(self) -> bool:
-        return self._ownership is None or self._ownership.holds
+        return self._has_begun and (self._ownership is None or self._ownership.holds)
 
     def end(self) -> None:
         if self._ownership is not None:

@@ -7,6 +7,7 @@ The rules run as they do in use; only the part of the library that asks for the 
 import signal
 import socket
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,10 @@ class ServerProcess:
             return link.say(*command)
         finally:
             link.close()
+
+    def url_of(self, user: str | None = None, password: str | None = None) -> ServerUrl:
+        """Its URL for a user."""
+        return replace(self.url, user=user, password=password)
 
     def send(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
