@@ -387,7 +387,7 @@ def test_the_operations_page_names_no_metric_that_is_gone():
 
 @pytest.mark.parametrize("module", ["kvferry", "kvferry.cli.main"])
 def test_importing_loads_nothing_heavy(module):
-    heavy = "{'torch', 'vllm', 'nixl', 'triton', 'numpy', 'transformers'}"
+    heavy = "{'torch', 'vllm', 'nixl', 'triton', 'numpy', 'transformers', 'valkey'}"
     code = f"import sys, {module}; sys.exit(' '.join({heavy} & sys.modules.keys()) or None)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

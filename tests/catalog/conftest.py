@@ -2,16 +2,15 @@
 
 import pytest
 
-from kvferry.catalog.valkey_server import find_server
 from kvferry.testing.valkey import ServerProcess
 
 
 @pytest.fixture(scope="session")
 def valkey_server(tmp_path_factory):
-    server = ServerProcess(find_server(), tmp_path_factory.mktemp("valkey"), "--appendonly", "no")
+    server = ServerProcess(tmp_path_factory.mktemp("valkey"), "appendonly no")
     server.start()
     yield server
-    server.stop()
+    server.kill()
 
 
 @pytest.fixture

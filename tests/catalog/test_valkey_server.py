@@ -11,7 +11,6 @@ from kvferry.catalog.snapshot import check_invariants
 from kvferry.catalog.valkey import ValkeyCatalog
 from kvferry.catalog.valkey_library import Library, library
 from kvferry.catalog.valkey_link import Link
-from kvferry.catalog.valkey_server import find_server
 from kvferry.clock import SystemClock
 from kvferry.errors import ConfigError, UnavailableError
 from kvferry.testing.valkey import ServerProcess
@@ -26,10 +25,10 @@ CALL_S = 0.5
 
 @pytest.fixture
 def server(tmp_path):
-    server = ServerProcess(find_server(), tmp_path / "server", "--appendfsync", "always")
+    server = ServerProcess(tmp_path / "server", "appendfsync always")
     server.start()
     yield server
-    server.stop()
+    server.kill()
 
 
 def make(server, call_s: float = CALL_S) -> ValkeyCatalog:

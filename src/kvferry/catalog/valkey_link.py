@@ -101,7 +101,7 @@ class Link:
         except ResponseError as error:
             if "Function not found" not in str(error):
                 raise self._unavailable(error) from error
-        self._load()
+        self.load()
         return self.say(*command)
 
     def say(self, *command: Any) -> Any:
@@ -111,7 +111,8 @@ class Link:
         except ResponseError as error:
             raise self._unavailable(error) from error
 
-    def _load(self) -> None:
+    def load(self) -> None:
+        """Gives the server the library, if it has not got it."""
         try:
             self._execute(("FUNCTION", "LOAD", self._library.source))
         except ResponseError as error:

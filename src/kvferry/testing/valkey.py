@@ -4,9 +4,9 @@ The rules run as they do in use; only the part of the library that asks for the 
 `ClockedLink` says what time it is before each call.
 """
 
+import shutil
 import signal
 import socket
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ from kvferry.catalog.base import GRACE_S
 from kvferry.catalog.valkey import ValkeyCatalog
 from kvferry.catalog.valkey_library import library
 from kvferry.catalog.valkey_link import Link
+from kvferry.catalog.valkey_server import OwnServer
 from kvferry.clock import Clock, SystemClock
-from kvferry.errors import UnavailableError
 from kvferry.server_url import ServerUrl
 
 NOW_KEY = "kvferry:test:now_s"
@@ -25,7 +25,6 @@ local function server_now_s()
   return tonumber(redis.call('GET', '{NOW_KEY}'))
 end
 """
-START_S = 20.0
 
 
 class ClockedLink(Link):
@@ -45,40 +44,17 @@ def clocked_catalog(server: ServerUrl, clock: Clock, grace_s: float = GRACE_S) -
     return ValkeyCatalog(server, clock, grace_s, link=ClockedLink(server, clock))
 
 
-class ServerProcess:
-    """A `valkey-server` on a free port of loopback, over a folder of its own, with an append-only
-    file. `start` again after `kill` is a restart with what the file has."""
+class ServerProcess(OwnServer):
+    """A server on a free port of loopback, over a folder of its own. `start` again after `kill` is
+    a restart with what its file has."""
 
-    def __init__(self, binary: Path, folder: Path, *options: str):
-        self._binary = binary
-        self._options = options
-        self._process: subprocess.Popen | None = None
-        self.folder = folder
-        self.url = ServerUrl("127.0.0.1", free_port(), 0, False, None, None, None)
+    def __init__(self, folder: Path, *options: str):
+        url = ServerUrl("127.0.0.1", free_port(), 0, False, None, None, None)
+        super().__init__(folder, url, SystemClock(), options)
 
-    def start(self) -> None:
-        self.folder.mkdir(exist_ok=True)
-        fixed = ("--bind", "127.0.0.1", "--port", str(self.url.port), "--dir", str(self.folder))
-        self._process = subprocess.Popen(
-            [self._binary, *fixed, "--save", "", "--appendonly", "yes", *self._options],
-            stdout=(self.folder / "log").open("ab"),
-            stderr=subprocess.STDOUT,
-        )
-        clock = SystemClock()
-        end_s = clock.now_s() + START_S
-        while not self._answers():
-            assert clock.now_s() < end_s, (self.folder / "log").read_text()
-            clock.sleep(0.02)
-
-    def _answers(self) -> bool:
-        link = Link(self.url, SystemClock(), library())
-        try:
-            link.open()
-        except UnavailableError:
-            return False
-        finally:
-            link.close()
-        return True
+    def url_of(self, user: str | None = None, password: str | None = None) -> ServerUrl:
+        """Its URL for a user."""
+        return replace(self.url, user=user, password=password)
 
     def say(self, *command: Any) -> Any:
         """One command, on a connection of its own."""
@@ -89,28 +65,19 @@ class ServerProcess:
         finally:
             link.close()
 
-    def url_of(self, user: str | None = None, password: str | None = None) -> ServerUrl:
-        """Its URL for a user."""
-        return replace(self.url, user=user, password=password)
-
     def send(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """Leaves it no time for anything."""
-        self._process.kill()
-        self._process.wait()
-
-    def stop(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(signal.SIGCONT)
+        """Leaves it no time for anything, stopped or not."""
+        if self._process is not None:
             self._process.kill()
             self._process.wait()
+            self._process = None
 
     def forget(self) -> None:
         """What it wrote is gone: the next start begins with nothing. Not while it runs."""
-        for path in sorted(self.folder.rglob("*"), reverse=True):
-            path.rmdir() if path.is_dir() else path.unlink()
+        shutil.rmtree(self.folder)
 
 
 def free_port() -> int:
