@@ -11,11 +11,11 @@ import sys
 import pytest
 
 from kvferry.catalog.valkey import ValkeyCatalog
+from kvferry.catalog.valkey_server import free_port
 from kvferry.clock import SystemClock
 from kvferry.config import child_environment
 from kvferry.errors import ConfigError
 from kvferry.server_url import parse
-from kvferry.testing.valkey import free_port
 
 STORE = b"s" * 16
 

@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import re
 import shutil
+import socket
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
@@ -62,6 +63,21 @@ def version_of(binary: Path) -> tuple[int, ...]:
     said = subprocess.run([binary, "--version"], capture_output=True, text=True, check=False).stdout
     found = re.search(r"v=(\d+)\.(\d+)", said)
     return tuple(map(int, found.groups())) if found else (0,)
+
+
+def free_port() -> int:
+    """A port of loopback that nobody used a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start_on_loopback(folder: Path, clock: Clock) -> "OwnServer":
+    """A server for a measurement, without a password."""
+    url = ServerUrl("127.0.0.1", free_port(), 0, False, None, None, None)
+    server = OwnServer(folder, url, clock)
+    server.start()
+    return server
 
 
 class OwnServer:
@@ -145,6 +161,19 @@ class OwnServer:
         finally:
             link.close()
         return is_ours
+
+    @property
+    def version(self) -> str:
+        return ".".join(map(str, version_of(find_server())))
+
+    def used_bytes(self) -> int:
+        """Memory that it has allocated."""
+        link = Link(self.url, self._clock, library())
+        link.open()
+        try:
+            return link.say("INFO", "memory")["used_memory"]
+        finally:
+            link.close()
 
     def _last_words(self) -> str:
         lines = self.log.read_text().splitlines() if self.log.exists() else ["no log"]

@@ -86,13 +86,17 @@ def catalog(
     folder: options.Scratch = None,
     pages: Annotated[int, typer.Option(min=1, help="Pages in the catalog.")] = 200_000,
     rounds: Annotated[int, typer.Option(min=2, help="Calls of each kind.")] = 50,
+    valkey: Annotated[
+        bool, typer.Option("--valkey", help="On a Valkey server, started for this.")
+    ] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """The embedded catalog: lookups, stores and touches, alone and crowded."""
+    """A catalog, embedded or on Valkey: lookups, stores and touches, alone and crowded."""
     from kvferry.cli import bench_catalog  # noqa: PLC0415 - as its siblings
 
+    run = bench_catalog.run_on_server if valkey else bench_catalog.run
     with TemporaryDirectory(dir=folder) as scratch:
-        result = bench_catalog.run(Path(scratch), pages, rounds)
+        result = run(Path(scratch), pages, rounds)
     show({**machine(SystemClock()), **result}, as_json=as_json)
 
 

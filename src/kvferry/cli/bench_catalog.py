@@ -1,7 +1,8 @@
-"""Measures the embedded catalog: lookups, stores and touches, alone, crowded, beside a busy thread.
+"""Measures a catalog: lookups, stores and touches, alone, crowded, beside a busy thread.
 
 A catalog of `page_count` pages in chains of `CHAIN_COUNT`, as prompts would make them, is filled in
-a scratch folder. Each figure is taken over many calls of the public verbs.
+a scratch folder: an embedded one, or on a Valkey server that is started there. Each figure is taken
+over many calls of the public verbs.
 """
 
 import hashlib
@@ -14,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvferry.catalog.base import Commit, Space
-from kvferry.catalog.lmdb import LmdbCatalog
+from kvferry.catalog.base import Catalog, Commit, Space
+from kvferry.catalog.open import open_url
 from kvferry.clock import Clock, SystemClock
 from kvferry.errors import InternalError
 from kvferry.keys import ROOT_PARENT
@@ -46,9 +47,33 @@ def chain(number: int) -> list[bytes]:
 
 
 def run(folder: Path, page_count: int, round_count: int) -> dict[str, Any]:
-    """All figures. `folder`: on the disk to be measured; a catalog is made in it."""
+    """All figures of the embedded catalog. `folder`: on the disk to be measured; it is made."""
+
+    def data_bytes() -> int:
+        return (folder / "data.mdb").stat().st_size
+
+    return run_on(f"lmdb://{folder}", data_bytes, page_count, round_count)
+
+
+def run_on_server(folder: Path, page_count: int, round_count: int) -> dict[str, Any]:
+    """All figures of a catalog on a Valkey server with an append-only file in `folder`."""
+    from kvferry.catalog import valkey_server  # noqa: PLC0415 - needs an extra
+
+    server = valkey_server.start_on_loopback(folder, SystemClock())
+    try:
+        figures = run_on(server.url.name, server.used_bytes, page_count, round_count)
+    finally:
+        server.stop()
+    return {"server": server.version, **figures}
+
+
+def run_on(
+    url: str, data_bytes: Callable[[], int], page_count: int, round_count: int
+) -> dict[str, Any]:
+    """All figures of the catalog that a URL names. `data_bytes`: what its records take."""
     clock = SystemClock()
-    catalog = open_catalog(folder, clock)
+    catalog = open_catalog(url, clock)
+    empty_bytes = data_bytes()
     chain_count = max(2, page_count // CHAIN_COUNT)
     filling = Stores(catalog, clock, space(1), first_chain=0)
     filling.store(chain_count * CHAIN_COUNT)
@@ -56,19 +81,20 @@ def run(folder: Path, page_count: int, round_count: int) -> dict[str, Any]:
     figures = {
         "pages": chain_count * CHAIN_COUNT,
         "keys_per_lookup": CHAIN_COUNT,
-        "data_bytes": (folder / "data.mdb").stat().st_size,
+        "data_bytes": data_bytes(),
+        "bytes_per_page": round((data_bytes() - empty_bytes) / (chain_count * CHAIN_COUNT)),
         "store": filling.figures(),
         "lookup_ms": lookups(catalog, clock, chains, round_count),
         "touch_ms": touches(catalog, clock, chains, round_count),
         "beside_a_busy_thread": beside_a_busy_thread(catalog, clock, chains, round_count),
-        "two_processes": two_processes(folder, round_count),
+        "two_processes": two_processes(url, round_count),
     }
     catalog.close()
     return figures
 
 
-def open_catalog(folder: Path, clock: Clock) -> LmdbCatalog:
-    catalog = LmdbCatalog(folder, clock)
+def open_catalog(url: str, clock: Clock) -> Catalog:
+    catalog = open_url(url, clock)
     catalog.open(STORE_ID, CAPACITY_BYTES, SEGMENT_BYTES)
     return catalog
 
@@ -76,7 +102,7 @@ def open_catalog(folder: Path, clock: Clock) -> LmdbCatalog:
 class Stores:
     """Stores chain after chain, in batches, and keeps the time of each call."""
 
-    def __init__(self, catalog: LmdbCatalog, clock: Clock, space: Space, first_chain: int):
+    def __init__(self, catalog: Catalog, clock: Clock, space: Space, first_chain: int):
         self._catalog = catalog
         self._clock = clock
         self._space = space
@@ -118,7 +144,7 @@ class Stores:
 
 
 def lookups(
-    catalog: LmdbCatalog, clock: Clock, chains: list[list[bytes]], round_count: int
+    catalog: Catalog, clock: Clock, chains: list[list[bytes]], round_count: int
 ) -> dict[str, Any]:
     """Lookups that hit, as bytes and as objects, and lookups of which half miss."""
     namespace = space(1).namespace
@@ -135,7 +161,7 @@ def lookups(
 
 
 def touches(
-    catalog: LmdbCatalog, clock: Clock, chains: list[list[bytes]], round_count: int
+    catalog: Catalog, clock: Clock, chains: list[list[bytes]], round_count: int
 ) -> dict[str, Any]:
     """Touching chains that were touched in this minute already, as most are."""
     namespace = space(1).namespace
@@ -146,7 +172,7 @@ def touches(
 
 
 def beside_a_busy_thread(
-    catalog: LmdbCatalog, clock: Clock, chains: list[list[bytes]], round_count: int
+    catalog: Catalog, clock: Clock, chains: list[list[bytes]], round_count: int
 ) -> dict[str, Any]:
     """Lookups back to back while another thread runs Python code all the time, and how long that
     thread's units of work take with and without them."""
@@ -202,9 +228,9 @@ def calibrated(clock: Clock) -> int:
     return max(1, int(1_000_000 * WORK_S / (clock.now_s() - start_s)))
 
 
-def two_processes(folder: Path, round_count: int) -> dict[str, Any]:
+def two_processes(url: str, round_count: int) -> dict[str, Any]:
     """Two processes that look up and then store at the same time; the slower one's figures."""
-    command = [sys.executable, "-m", "kvferry.cli.bench_catalog", str(folder), str(round_count)]
+    command = [sys.executable, "-m", "kvferry.cli.bench_catalog", url, str(round_count)]
     processes = [
         subprocess.Popen([*command, str(number)], stdout=subprocess.PIPE, text=True)
         for number in (2, 3)
@@ -218,10 +244,10 @@ def two_processes(folder: Path, round_count: int) -> dict[str, Any]:
     return {**slower, "pages_per_s_together": together}
 
 
-def one_of_two(folder: Path, round_count: int, number: int) -> dict[str, Any]:
+def one_of_two(url: str, round_count: int, number: int) -> dict[str, Any]:
     """What each of two processes does: lookups of what is there, then stores of its own."""
     clock = SystemClock()
-    catalog = open_catalog(folder, clock)
+    catalog = open_catalog(url, clock)
     namespace, chains = space(1).namespace, [chain(0), chain(1)]
     taken_s = timed(lambda keys: catalog.lookup_packed(namespace, keys), clock, chains, round_count)
     stores = Stores(catalog, clock, space(number), first_chain=number << 32)
@@ -254,4 +280,4 @@ def spread_ms(taken_s: list[float]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(one_of_two(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))
+    print(json.dumps(one_of_two(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))

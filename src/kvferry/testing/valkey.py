@@ -6,7 +6,6 @@ The rules run as they do in use; only the part of the library that asks for the 
 
 import shutil
 import signal
-import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from kvferry.catalog.base import GRACE_S
 from kvferry.catalog.valkey import ValkeyCatalog
 from kvferry.catalog.valkey_library import library
 from kvferry.catalog.valkey_link import Link
-from kvferry.catalog.valkey_server import OwnServer
+from kvferry.catalog.valkey_server import OwnServer, free_port
 from kvferry.clock import Clock, SystemClock
 from kvferry.server_url import ServerUrl
 
@@ -78,10 +77,3 @@ class ServerProcess(OwnServer):
     def forget(self) -> None:
         """What it wrote is gone: the next start begins with nothing. Not while it runs."""
         shutil.rmtree(self.folder)
-
-
-def free_port() -> int:
-    """A port of loopback that nobody used a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
