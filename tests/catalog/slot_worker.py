@@ -1,4 +1,4 @@
-"""One of several processes that share an embedded catalog and a folder of segments, until killed.
+"""One of several processes that share a catalog and a folder of segments, until killed.
 
 It stores, finds and evicts pages as an engine would. A page's content is its generation, written
 where the catalog said. It prints a line when it sees what must never be: a slot that somebody else
@@ -10,8 +10,8 @@ import random
 import sys
 from pathlib import Path
 
-from kvferry.catalog.base import Commit, Slot, Space, Verdict
-from kvferry.catalog.lmdb import LmdbCatalog
+from kvferry.catalog.base import LOST, Commit, Slot, Space, Verdict
+from kvferry.catalog.open import open_url
 from kvferry.clock import SystemClock
 from kvferry.errors import UnavailableError
 from kvferry.layout import Address
@@ -62,11 +62,11 @@ class Segments:
 
 
 class Worker:
-    def __init__(self, folder: Path, seed: int):
+    def __init__(self, folder: Path, url: str, seed: int):
         self._clock = SystemClock()
         self._chance = random.Random(seed)
         self._segments = Segments(folder / "segments")
-        self._catalog = LmdbCatalog(folder / "catalog", self._clock, GRACE_S)
+        self._catalog = open_url(url, self._clock, GRACE_S)
 
     def run(self) -> None:
         self._catalog.open(STORE, CAPACITY_BYTES, SEGMENT_BYTES)
@@ -80,6 +80,14 @@ class Worker:
                 self._find(space)
             except UnavailableError as error:
                 print("unavailable", error, flush=True)
+                self._reopen(error)
+
+    def _reopen(self, error: UnavailableError) -> None:
+        try:
+            if error.kind == LOST:
+                self._catalog.open(STORE, CAPACITY_BYTES, SEGMENT_BYTES)
+        except UnavailableError:
+            self._clock.sleep(0.01)
 
     def _reserve(self, space: Space) -> list[Slot]:
         self._lease_end_s = self._clock.now_s() + LEASE_S
@@ -134,4 +142,4 @@ class Worker:
 
 
 if __name__ == "__main__":
-    Worker(Path(sys.argv[1]), int(sys.argv[2])).run()
+    Worker(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])).run()

@@ -1,12 +1,7 @@
 """Several engines on one host share a catalog, and any of them may be killed at any instruction."""
 
-import os
-import random
-import signal
 import subprocess
 import sys
-from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -15,8 +10,8 @@ from kvferry.catalog.lmdb import LmdbCatalog
 from kvferry.catalog.lmdb_environment import boot_id
 from kvferry.catalog.snapshot import check_invariants
 from kvferry.clock import SystemClock
-from tests.catalog import slot_worker
-from tests.catalog.slot_worker import CAPACITY_BYTES, GRACE_S, SEGMENT_BYTES, SEGMENTS_MAX, STORE
+from tests.catalog.crowd import kill, live_together
+from tests.catalog.slot_worker import CAPACITY_BYTES, SEGMENT_BYTES, STORE
 
 SPACE = Space(b"n" * 32, 8, 4096, slice_count=1, chunk_tokens=16, description="")
 CLOCK = SystemClock()
@@ -28,71 +23,14 @@ def start(code: str, *arguments: object) -> subprocess.Popen:
     )
 
 
-def kill(process: subprocess.Popen) -> str:
-    """Kills it and returns what it still had to say."""
-    process.send_signal(signal.SIGKILL)
-    return process.communicate()[0]
-
-
-class Crowd:
-    """Workers over one folder; those that are killed are replaced."""
-
-    def __init__(self, folder: Path, seed: int, count: int):
-        (folder / "segments").mkdir()
-        self._folder = folder
-        self._chance = random.Random(seed)
-        self._started = 0
-        self.said: Counter[str] = Counter()
-        self._workers = [self._start() for _ in range(count)]
-
-    def _start(self) -> subprocess.Popen:
-        self._started += 1
-        command = [sys.executable, slot_worker.__file__, self._folder, str(self._started)]
-        worker = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert worker.stdout.readline() == "ready\n"
-        return worker
-
-    def kill_one(self) -> None:
-        index = self._chance.randrange(len(self._workers))
-        self.said.update(kill(self._workers[index]).splitlines())
-        self._workers[index] = self._start()
-
-    def kill_all(self) -> None:
-        for worker in self._workers:
-            self.said.update(kill(worker).splitlines())
-
-
-def live_together(folder: Path, seed: int, kill_count: int) -> None:
-    catalog = LmdbCatalog(folder / "catalog", CLOCK, GRACE_S)
-    catalog.open(STORE, CAPACITY_BYTES, SEGMENT_BYTES)
-    crowd = Crowd(folder, seed, count=3)
-    chance = random.Random(seed)
-    for _ in range(kill_count):
-        CLOCK.sleep(chance.random() * 0.4)
-        crowd.kill_one()
-        assert check_invariants(catalog.snapshot()) == []
-        assert len(os.listdir(folder / "segments")) <= SEGMENTS_MAX
-    crowd.kill_all()
-    assert crowd.said == Counter()
-    stats = catalog.stats()
-    assert stats.published_count > 100, "the workers did nothing"
-    assert stats.evicted_count > 100
-    CLOCK.sleep(slot_worker.LEASE_S + GRACE_S)
-    catalog.sweep()
-    snapshot = catalog.snapshot()
-    assert check_invariants(snapshot) == []
-    assert snapshot.reserved == snapshot.graced == {}, "the killed left something behind"
-    catalog.close()
-
-
 def test_no_slot_has_two_owners_whoever_is_killed(tmp_path):
-    live_together(tmp_path, seed=1, kill_count=8)
+    live_together(tmp_path, f"lmdb://{tmp_path}/catalog", seed=1, kill_count=8)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2, 8))
 def test_no_slot_ever_has_two_owners(tmp_path, seed):
-    live_together(tmp_path, seed, kill_count=100)
+    live_together(tmp_path, f"lmdb://{tmp_path}/catalog", seed, kill_count=100)
 
 
 OPEN = """

@@ -107,11 +107,13 @@ function Book:write_totals(space)
 end
 
 function Book:pages(space)
-  return self:table(Hash, 'pages:' .. space.number)
+  space.page_table = space.page_table or self:table(Hash, 'pages:' .. space.number)
+  return space.page_table
 end
 
 function Book:cold(space)
-  return self:table(Sorted, 'cold:' .. space.number)
+  space.cold_table = space.cold_table or self:table(Sorted, 'cold:' .. space.number)
+  return space.cold_table
 end
 
 -- Segments. Figures are those of `SegmentHeat`.
@@ -228,16 +230,19 @@ function Book:all_segments()
 end
 
 function Book:bits(segment)
-  return self:table(Bits, 'bits:' .. segment.number)
+  segment.bit_table = segment.bit_table or self:table(Bits, 'bits:' .. segment.number)
+  return segment.bit_table
 end
 
 function Book:keys(segment)
-  return self:table(Keys, 'keys:' .. segment.number)
+  segment.key_table = segment.key_table or self:table(Keys, 'keys:' .. segment.number)
+  return segment.key_table
 end
 
 -- Reserved and graced slots of a segment: 'R' and a reservation, or 'G' and its end.
 function Book:busy(segment)
-  return self:table(Hash, 'busy:' .. segment.number)
+  segment.busy_table = segment.busy_table or self:table(Hash, 'busy:' .. segment.number)
+  return segment.busy_table
 end
 
 function Book:segment_count()
@@ -332,7 +337,8 @@ end
 -- Slots.
 
 function Book:timers()
-  return self:table(Sorted, 'timers')
+  self.timer_table = self.timer_table or self:table(Sorted, 'timers')
+  return self.timer_table
 end
 
 function Book:free(segment, slot)

@@ -88,6 +88,7 @@ function Book:empty(segment)
   end
   self:drop(self:bits(segment))
   self:drop(self:keys(segment))
+  segment.bit_table, segment.key_table = nil, nil
 end
 
 -- Deletes a whole table, and what was still to be written to it.
