@@ -51,8 +51,9 @@ def existing_root(config: Config) -> tuple[Path, Superblock]:
 
 
 @contextmanager
-def open_store(config: Config) -> Iterator[OpenedStore]:
-    """Opens pages and, where there is one, catalog; closes both. Raises kvferry's errors."""
+def open_store(config: Config, *, may_make: bool = False) -> Iterator[OpenedStore]:
+    """Opens pages and, where there is one, catalog; closes both. `may_make`: makes the catalog
+    where there is none. Raises kvferry's errors."""
     facts = existing_root(config)[1].facts()
     pages = pages_open.open_url(
         config.pages, SystemClock(), Asked(), direct_io=config.direct_io, write_thread_count=1
@@ -60,7 +61,8 @@ def open_store(config: Config) -> Iterator[OpenedStore]:
     url = config.catalog_url(facts.store_id)
     catalog = None
     try:
-        catalog = _open_catalog(url, facts, is_named=config.catalog is not None)
+        is_named = config.catalog is not None
+        catalog = _open_catalog(url, facts, is_named=is_named, may_make=may_make)
         yield OpenedStore(pages, facts, catalog, shown(url))
     finally:
         if catalog is not None:
@@ -68,14 +70,14 @@ def open_store(config: Config) -> Iterator[OpenedStore]:
         pages.close()
 
 
-def _open_catalog(url: str, facts: StoreFacts, *, is_named: bool) -> Catalog | None:
-    """Only one that is there already: looking at a store makes no catalog."""
+def _open_catalog(url: str, facts: StoreFacts, *, is_named: bool, may_make: bool) -> Catalog | None:
+    """Only one that is there already, if not told otherwise: looking at a store makes none."""
     scheme, path = split_url(url)
     is_there = is_server(url) or (scheme == "lmdb" and Path(path, "data.mdb").exists())
-    if not is_there:
+    if not is_there and not may_make:
         if is_named:
             raise UnavailableError("cli.no_catalog", f"there is no catalog in {url}: name another")
         return None
-    catalog = catalog_open.open_url(url, SystemClock(), is_guest=True)
+    catalog = catalog_open.open_url(url, SystemClock(), is_guest=not may_make)
     catalog.open(facts.store_id, facts.capacity_bytes, facts.segment_bytes)
     return catalog

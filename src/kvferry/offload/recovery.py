@@ -4,6 +4,9 @@ Runs on the runner thread before anything is reserved: after the catalog was los
 over, and as a cheap check at every start.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from kvferry.catalog.base import Catalog, Page, Space
 from kvferry.catalog.snapshot import SegmentState
 from kvferry.errors import ExhaustedError
@@ -11,23 +14,53 @@ from kvferry.metrics import Metrics
 from kvferry.pages.base import PageStore, SegmentFacts, StoreFacts
 
 
-def recover(catalog: Catalog, pages: PageStore, facts: StoreFacts, metrics: Metrics) -> None:
+@dataclass
+class Recovered:
+    """What was done, in segments; `page_count`: pages that were taken over."""
+
+    known_count: int = 0
+    adopted_count: int = 0
+    deleted_count: int = 0
+    forgotten_count: int = 0
+    page_count: int = 0
+
+
+def recover(
+    catalog: Catalog,
+    pages: PageStore,
+    facts: StoreFacts,
+    metrics: Metrics,
+    on_segment: Callable[[int, int], None] = lambda done_count, count: None,
+) -> Recovered:
     """Adopts every segment of the store that the catalog does not know, deletes those for which
-    its budget has no room, and forgets those whose file is gone or says nothing of itself."""
+    its budget has no room, and forgets those whose file is gone or says nothing of itself.
+    `on_segment`: told how many segments are done, of how many."""
     known = catalog.segments()
     found = pages.segments()  # after `known`: what was READY then has a file now
-    for segment in found:
-        if segment.segment not in known:
-            _adopt(catalog, pages, facts, metrics, segment)
+    recovered = Recovered()
+    for index, segment in enumerate(found):
+        on_segment(index, len(found))
+        if segment.segment in known:
+            recovered.known_count += 1
+        else:
+            _adopt(catalog, pages, facts, metrics, segment, recovered)
+    on_segment(len(found), len(found))
     present = {segment.segment for segment in found}
     for number, entry in known.items():
         if entry.state is SegmentState.READY and number not in present:
             pages.delete_segment(number)
             catalog.shrunk(number)
+            recovered.forgotten_count += 1
+    return recovered
 
 
 def _adopt(
-    catalog: Catalog, pages: PageStore, facts: StoreFacts, metrics: Metrics, segment: SegmentFacts
+    catalog: Catalog,
+    pages: PageStore,
+    facts: StoreFacts,
+    metrics: Metrics,
+    segment: SegmentFacts,
+    recovered: Recovered,
 ) -> None:
     geometry = segment.geometry
     catalog.attach(
@@ -54,5 +87,8 @@ def _adopt(
         count = catalog.adopt(segment.segment, segment.namespace, found)
     except ExhaustedError:
         pages.delete_segment(segment.segment)
+        recovered.deleted_count += 1
         return
+    recovered.adopted_count += 1
+    recovered.page_count += count
     metrics.count("kvferry_catalog_adoptions_total", count)
