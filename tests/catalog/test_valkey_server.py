@@ -190,6 +190,20 @@ def test_a_full_server_drops_stores_and_serves_lookups(server, catalog):
     store(catalog, b"y")
 
 
+def test_a_primary_that_became_a_replica_is_left(server, catalog):
+    """After a failover the address may lead to another server; this one only says no."""
+    store(catalog, b"x")
+    first = {row["id"] for row in server.say("CLIENT LIST") if row["addr"] != row["laddr"]}
+    server.say("REPLICAOF", "127.0.0.1", "1")
+    with pytest.raises(UnavailableError, match="replica"):
+        catalog.reserve(SPACE.namespace, 1, 60.0)
+    server.say("REPLICAOF", "NO", "ONE")
+    store(catalog, b"y")
+    assert present(catalog, b"x", b"y") == [True, True]
+    kept = {row["id"] for row in server.say("CLIENT LIST")} & first
+    assert kept == set(), "the old connection is still used"
+
+
 def test_a_wrong_password_is_said_without_the_password(server, caplog):
     server.say("CONFIG", "SET", "requirepass", "the right one")
     wrong = server.url_of(password="not this")

@@ -18,6 +18,7 @@ from valkey.exceptions import (
     AuthenticationError,
     AuthenticationWrongNumberOfArgsError,
     NoPermissionError,
+    ReadOnlyError,
     ResponseError,
     ValkeyError,
 )
@@ -100,7 +101,7 @@ class Link:
             return self._execute(command)
         except ResponseError as error:
             if "Function not found" not in str(error):
-                raise self._unavailable(error) from error
+                raise self._refused(error) from error
         self.load()
         return self.say(*command)
 
@@ -109,7 +110,7 @@ class Link:
         try:
             return self._execute(command)
         except ResponseError as error:
-            raise self._unavailable(error) from error
+            raise self._refused(error) from error
 
     def load(self) -> None:
         """Gives the server the library, if it has not got it."""
@@ -150,6 +151,12 @@ class Link:
             raise UnavailableError(
                 DENIED, f"{self.name} refuses this user or password: {error}"
             ) from None
+
+    def _refused(self, error: ResponseError) -> UnavailableError:
+        """A primary that has become a replica stays one: the next call looks for another."""
+        if isinstance(error, ReadOnlyError) and self._client is not None:
+            self._client.connection_pool.disconnect()
+        return self._unavailable(error)
 
     def _unavailable(self, error: Exception) -> UnavailableError:
         return UnavailableError("catalog.server", f"{self.name}: {error or type(error).__name__}")

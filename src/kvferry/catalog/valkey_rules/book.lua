@@ -294,6 +294,7 @@ function Book:write_page(space, key, page)
     page.chunk_index, page.parent))
   self:cold(space):put(pack(ADDRESS, page.segment, page.slot),
     coldness(page.age, page.chunk_index))
+  space.score = nil
 end
 
 -- Marks a page and its ancestors as used now.
@@ -324,6 +325,7 @@ function Book:remove_page(space, key, page)
   local segment = self:segment(page.segment)
   self:pages(space):delete(key)
   self:cold(space):delete(pack(ADDRESS, page.segment, page.slot))
+  space.score = nil
   self:count(segment, 'pages', -1)
   segment.ages = segment.ages - page.age
   self.counts.evicted = self.counts.evicted + 1

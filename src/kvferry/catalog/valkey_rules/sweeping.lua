@@ -212,9 +212,9 @@ end
 function Book:coldest_space(wanting)
   local best
   for _, space in ipairs(self:all_spaces()) do
-    local score = space.ready > 0 and self:cold(space):lowest_score()
-    if score then
-      local rank = { floor(score / CHUNKS), -space.ready, space == wanting and 0 or 1,
+    space.score = space.score or space.ready > 0 and self:cold(space):lowest_score()
+    if space.score then
+      local rank = { floor(space.score / CHUNKS), -space.ready, space == wanting and 0 or 1,
         space.namespace, space = space }
       if not best or is_lower(rank, best) then
         best = rank

@@ -109,8 +109,9 @@ function Verbs.reserve(book, namespace, packed)
   local lease_s = unpack_from('<d', packed)
   local generations = pieces(sub(packed, 9), 16)
   local lease_end_s, said = book.now_s + lease_s, {}
-  for _, name in ipairs(call('ZRANGE', book.root .. ':free:' .. space.number, 0, -1)) do
-    if #said == #generations then
+  while #said < #generations do
+    local name = book:table(Sorted, 'free:' .. space.number):lowest('+inf', 1)[1]
+    if not name then
       break
     end
     local segment = book:segment(tonumber(name))
@@ -123,6 +124,7 @@ function Verbs.reserve(book, namespace, packed)
       book:count(segment, 'reserved', 1)
       said[#said + 1] = pack('<I4I4', segment.number, slot) .. generation
     end
+    book:flush_segments() -- a segment that has no more leaves the list
   end
   return OK .. table.concat(said)
 end
