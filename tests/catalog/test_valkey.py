@@ -3,9 +3,20 @@
 import pytest
 from hypothesis import HealthCheck, settings
 
-from kvferry.testing.catalog import CatalogSuite
+from kvferry.catalog.base import Verdict
+from kvferry.testing.catalog import (
+    CAPACITY_BYTES,
+    LEASE_S,
+    SEGMENT_BYTES,
+    STORE,
+    A,
+    CatalogSuite,
+    Driver,
+    key,
+)
 from kvferry.testing.catalog_pair import CatalogMachine, Pair, random_life
 from kvferry.testing.catalog_space import CatalogSpaceSuite
+from kvferry.testing.clock import ManualClock
 from kvferry.testing.valkey import clocked_catalog
 
 
@@ -25,6 +36,28 @@ class TestValkey(_Valkey, CatalogSuite):
 
 class TestValkeySpace(_Valkey, CatalogSpaceSuite):
     pass
+
+
+def test_when_the_servers_clock_goes_back_time_goes_on(empty_server):
+    """After a failover to a host that is behind, leases neither end at once nor hang."""
+    clock, behind = ManualClock(start_s=1e9), ManualClock(start_s=5e8)
+    driver = Driver(clocked_catalog(empty_server.url, clock))
+    driver.catalog.open(STORE, CAPACITY_BYTES, SEGMENT_BYTES)
+    driver.catalog.attach(A)
+    driver.grow()
+    (slot,) = driver.reserve(1)
+    clock.advance(LEASE_S / 2)
+    driver.catalog.sweep()
+    other = clocked_catalog(empty_server.url, behind)
+    assert not other.open(STORE, CAPACITY_BYTES, SEGMENT_BYTES)
+    assert other.sweep().expired_count == 0
+    behind.advance(LEASE_S / 2 - 0.5)
+    assert other.sweep().expired_count == 0
+    behind.advance(0.5)
+    assert other.sweep().expired_count == 1
+    assert driver.commit(key("x"), slot) is Verdict.EXPIRED, "time went back"
+    other.close()
+    driver.catalog.close()
 
 
 @pytest.fixture(scope="module")
