@@ -166,7 +166,10 @@ class _Tenure:
         self._has_begun = True
 
     def beat(self) -> None:
+        """An owner whose catalog does not answer falls silent, so that whoever has another one
+        may have the store."""
         if self._ownership is not None:
+            self._backends.catalog.stats()
             self._ownership.beat()
 
     @property
