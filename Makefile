@@ -52,6 +52,8 @@ bench: $(BUILT)
 		$(VENV)/bin/kvferry bench $$what --json > benchmarks/bench_$$what.json.new; \
 		mv benchmarks/bench_$$what.json.new benchmarks/bench_$$what.json; \
 	done
+	$(VENV)/bin/kvferry bench catalog --valkey --json > benchmarks/bench_catalog_valkey.json.new
+	mv benchmarks/bench_catalog_valkey.json.new benchmarks/bench_catalog_valkey.json
 
 lint: $(FAST_INSTALLED)
 	$(FAST)/bin/ruff check

@@ -120,6 +120,7 @@ class OwnServer:
             f'logfile "{self.log}"',
             "appendonly yes",
             "appendfsync everysec",
+            "no-appendfsync-on-rewrite yes",  # a late answer costs more than a second of records
             'save ""',
             f"maxmemory-policy {POLICY}",
             f"user default on {secret} ~* &* +@all",
