@@ -3,6 +3,8 @@
 import json
 
 import pytest
+
+pytest.importorskip("kvferry._native", reason="posix pages need the native extension")
 from typer.testing import CliRunner
 
 from kvferry.cli import catalog_rebuild

@@ -6,6 +6,8 @@ from functools import partial
 import msgspec
 import pytest
 
+pytest.importorskip("kvferry._native", reason="posix pages need the native extension")
+
 from kvferry.catalog.base import LOST, Commit
 from kvferry.catalog.runner import Runner, TicketState
 from kvferry.clock import SystemClock
