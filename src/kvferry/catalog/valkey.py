@@ -250,8 +250,8 @@ class ValkeyCatalog:
             evicted_count += records.NUMBER.unpack(said[1:])[0]
         return evicted_count
 
-    def sweep(self, wanted: Sequence[tuple[bytes, int]] = ()) -> Swept:
-        said = self._write("sweep", records.pack_wanted(wanted))
+    def sweep(self, wanted: Sequence[tuple[bytes, int]] = (), can_grow: bool = True) -> Swept:
+        said = self._write("sweep", records.pack_wanted(wanted), b"1" if can_grow else b"0")
         expired_count, evicted_count = records.SWEPT.unpack_from(said, 1)
         numbers = records.unpack_numbers(said[1 + records.SWEPT.size :])
         return Swept(expired_count, evicted_count, numbers)

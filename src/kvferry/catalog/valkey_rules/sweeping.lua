@@ -1,11 +1,11 @@
 -- What ends by itself, and who gives way when room is needed: as catalog/sweeping.py says it.
 
-function Verbs.sweep(book, packed)
+function Verbs.sweep(book, packed, can_grow)
   local before = book.counts.evicted
   local expired = book:end_timers()
   book:end_creations()
   book:forget_spaces()
-  book:make_room(packed)
+  book:make_room(packed, can_grow == '1')
   book.counts.expired = expired
   local deletable = book:deletable()
   return OK .. pack('<I4I4', expired, book.counts.evicted - before) .. table.concat(deletable)
@@ -135,7 +135,7 @@ local function coldest_first(segments, is_asked)
 end
 
 -- `wanted`: namespaces, and how many slots each wants.
-function Book:make_room(wanted)
+function Book:make_room(wanted, can_grow)
   local room_max = floor(self.capacity_bytes / self.segment_bytes)
   self:flush_segments()
   self:table(Sorted, 'emptied'):flush()
@@ -145,6 +145,9 @@ function Book:make_room(wanted)
     for index = 1, math.min(-spare, #ready) do
       self:empty(ready[index])
     end
+  end
+  if not can_grow then -- the disk has less than the budget
+    spare = 0
   end
   for _, piece in ipairs(pieces(wanted, 36)) do
     local space = self:space(sub(piece, 1, 32))
