@@ -18,6 +18,7 @@ from kvferry.catalog.valkey_server import OwnServer, free_port
 from kvferry.clock import Clock, SystemClock
 from kvferry.server_url import ServerUrl
 
+UNHURRIED_S = 60.0
 NOW_KEY = "kvferry:test:now_s"
 CLOCK_RULES = f"""
 local function server_now_s()
@@ -27,10 +28,11 @@ end
 
 
 class ClockedLink(Link):
-    """A link to a server on which `clock` is the time."""
+    """A link to a server on which `clock` is the time. What it answers must not depend on how
+    busy the machine is, so it waits."""
 
-    def __init__(self, server: ServerUrl, clock: Clock, **options: Any):
-        super().__init__(server, SystemClock(), library(CLOCK_RULES), **options)
+    def __init__(self, server: ServerUrl, clock: Clock):
+        super().__init__(server, SystemClock(), library(CLOCK_RULES), UNHURRIED_S)
         self._time = clock
 
     def call(self, function: str, root: bytes, *arguments: Any) -> Any:
