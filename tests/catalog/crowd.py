@@ -46,10 +46,12 @@ class Crowd:
 
     def kill_one(self) -> None:
         index = self._chance.randrange(len(self._workers))
+        assert self._workers[index].poll() is None, "a worker died by itself"
         self.said.update(kill(self._workers[index]).splitlines())
         self._workers[index] = self._start()
 
     def kill_all(self) -> None:
+        assert all(worker.poll() is None for worker in self._workers), "a worker died by itself"
         for worker in self._workers:
             self.said.update(kill(worker).splitlines())
 

@@ -5,6 +5,7 @@ where the catalog said. It prints a line when it sees what must never be: a slot
 wrote to during its lease, or a published page with other content.
 """
 
+import contextlib
 import os
 import random
 import sys
@@ -83,11 +84,12 @@ class Worker:
                 self._reopen(error)
 
     def _reopen(self, error: UnavailableError) -> None:
-        try:
-            if error.kind == LOST:
-                self._catalog.open(STORE, CAPACITY_BYTES, SEGMENT_BYTES)
-        except UnavailableError:
+        is_open = error.kind != LOST
+        while not is_open:
             self._clock.sleep(0.01)
+            with contextlib.suppress(UnavailableError):
+                self._catalog.open(STORE, CAPACITY_BYTES, SEGMENT_BYTES)
+                is_open = True
 
     def _reserve(self, space: Space) -> list[Slot]:
         self._lease_end_s = self._clock.now_s() + LEASE_S
@@ -127,7 +129,7 @@ class Worker:
                 (verdict,) = self._catalog.commit(space.namespace, [commit])
             if verdict is Verdict.PARTIAL:
                 print("a page is missing a slice that was committed", slot, flush=True)
-        self._catalog.touch(space.namespace, [key])
+            self._catalog.touch(space.namespace, [key])
 
     def _find(self, space: Space) -> None:
         keys = [bytes([number]) * 32 for number in range(200)]
