@@ -19,6 +19,8 @@ CLIENTS = 20
 BLOCKS = "600"
 LEASE_S = 8.0
 DOWN_S = 0.5
+HEALTH_S = "15"
+"""Twenty clients and a start on two cores: a server may be slow without being stuck."""
 CUT_AFTER_S = 10.0
 """When a stream may still end with an error after its engine's end."""
 REST_S = 60.0
@@ -100,8 +102,10 @@ def test_restarts_under_load(nursery, model, request, record_property):
     for server in producers + consumers:
         server.wait_until_healthy()
     standing = [producers[0], consumers[0]]
+    for server in standing:
+        server.give_way()
 
-    with running(producers, consumers) as routed:
+    with running(producers, consumers, "--health-deadline-s", HEALTH_S) as routed:
         with Load(routed.url, str(folder), right, CLIENTS) as warm_up:
             time.sleep(10.0)
         assert warm_up.seen.wrong == [] and warm_up.seen.cut_s == []
