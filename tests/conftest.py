@@ -14,6 +14,12 @@ def _has_native() -> bool:
     return importlib.util.find_spec("kvferry._native") is not None
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--restarts", type=int, default=4, help="of servers under load: tests/e2e/test_rolling_*"
+    )
+
+
 def pytest_ignore_collect(collection_path):
     """Tests with a real engine are not even imported where there is none."""
     if collection_path in NEEDS_ENGINE and not _has_engine():

@@ -3,9 +3,10 @@ six engines, so they run with the slow tests; their parts are tested in tests/cl
 
 import pytest
 
-from kvferry.cli import bench_interference, bench_peers, bench_ttft
+from kvferry.cli import bench_interference, bench_peers, bench_transfer, bench_ttft, smollm
 from kvferry.cli.engine_runs import Prompts, parse_plan
 from kvferry.clock import SystemClock
+from kvferry.config import cache_folder
 from tests.e2e.store import UNHURRIED
 
 TOKENS = 520
@@ -57,3 +58,16 @@ def test_interference_is_measured_in_every_part(tmp_path):
     # loading may well pay.
     expected = ("requests alone", "no load was declined")
     assert [line for line in result["wrong"] if not any(map(line.count, expected))] == []
+
+
+@pytest.mark.slow
+def test_what_another_engine_prefilled_is_measured_beside_the_connector_of_vllm(tmp_path):
+    model = smollm.model_folder(cache_folder())
+    result = bench_transfer.Bench(tmp_path, model, SystemClock(), (100,), 2).run(1)
+    assert result["wrong"] == []
+    [row] = result["lengths"]
+    assert row["ratio"] > 0
+    assert all(ms > 0 for ms in row["handed_over_ms"].values())
+    assert all(ms > 0 for [ms] in result["handshake_ms"].values())
+    for found in result["first_request_ms"].values():
+        assert found.keys() == {"first producer", "second producer"}

@@ -8,74 +8,29 @@ import json
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from kvferry.transfer import params
+from tests.transfer.http_engine import OFFER, SECRET, WORDS, Engine
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm_router") is None, reason="vllm-router is not installed"
 )
 
-SECRET = b"a secret of the tests"
-OFFER = params.Offer(bytes(16), bytes(range(16)), "127.0.0.1", 5700, bytes(32), bytes(32), 300)
 PATIENCE_S = 30.0
-WORDS = ["four", " hundred"]
-
-
-class Engine(ThreadingHTTPServer):
-    """Answers completions as vLLM does. `requests`: what it was asked, in order."""
-
-    daemon_threads = True
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Answers)
-        self.requests = []
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-class Answers(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self._reply(b'{"data": [{"id": "m"}]}')
-
-    def do_POST(self):
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.requests.append((self.path, request))
-        if request.get("stream"):
-            events = [f"data: {json.dumps(word)}\n\n" for word in WORDS]
-            return self._reply("".join(events).encode(), "text/event-stream")
-        answer = {"choices": [{"text": "".join(WORDS)}], "kv_transfer_params": None}
-        if params.wants_remote_decode(request.get("kv_transfer_params")):
-            answer["kv_transfer_params"] = params.mint(SECRET, OFFER)
-        return self._reply(json.dumps(answer).encode())
-
-    def log_message(self, *_):
-        pass
-
-    def _reply(self, body, kind="application/json"):
-        self.send_response(200)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
 
 
 @pytest.fixture(scope="module")
 def engines():
     producer, consumer = Engine(), Engine()
     yield producer, consumer
-    producer.shutdown()
-    consumer.shutdown()
+    producer.close()
+    consumer.close()
 
 
 @pytest.fixture(scope="module")

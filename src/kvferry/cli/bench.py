@@ -202,6 +202,31 @@ def interference(
     raise typer.Exit(output.WRONG if result["wrong"] else output.OK)
 
 
+@app.command()
+def transfer(
+    folder: options.Scratch = None,
+    lengths: options.Lengths = "250,1000,2000",
+    prompts: options.Prompts = 4,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of both connectors.")] = 2,
+    as_json: options.AsJson = False,
+) -> None:
+    """Time to first token of what another engine has prefilled, beside vLLM's NixlConnector, and
+    reads in pieces beside reads of one piece. Needs vLLM, NIXL and the demo's model. Exit code 1
+    if something was not handed over, or if the two connectors' answers differ."""
+    from kvferry.cli import bench_transfer, link_rates, smollm  # noqa: PLC0415 - as its siblings
+    from kvferry.cli.engine_runs import parse_lengths  # noqa: PLC0415 - as well
+
+    clock, token_counts = SystemClock(), parse_lengths(lengths)
+    rates = link_rates.measure()
+    model = smollm.model_folder(cache_folder())
+    with TemporaryDirectory(dir=folder) as scratch:
+        bench = bench_transfer.Bench(Path(scratch), model, clock, token_counts, prompts)
+        result = bench.run(rounds)
+    load = [round(minutes, 2) for minutes in os.getloadavg()]
+    show({**machine(clock), "load_average": load, "links": rates, **result}, as_json=as_json)
+    raise typer.Exit(output.WRONG if result["wrong"] else output.OK)
+
+
 def machine(clock: Clock) -> dict[str, Any]:
     """What any number needs beside it: where and when it was measured."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -59,15 +59,20 @@ class Engine:
 
     def ask(
         self,
-        prompt: str,
+        prompt: str | Sequence[int],
         answer_tokens_max: int = ANSWER_TOKENS_MAX,
         transfer: Mapping[str, Any] | None = None,
     ) -> Told:
-        """`prompt`: of `prompt_of`; `transfer`: kv_transfer_params that it carries."""
+        """`prompt`: of `prompt_of`, or tokens; `transfer`: kv_transfer_params that it carries."""
         self.wait()
         arguments = {"answer_tokens_max": answer_tokens_max, "transfer": transfer}
         self._process.send("ask", prompt=prompt, **arguments)
         return Told(engine=self._name, **self._receive("ask"))
+
+    def sum_of(self, histogram: str) -> float:
+        """Of all observations so far; 0 if it is not there."""
+        self._process.send("sum_of", histogram=histogram)
+        return self._receive("sum_of")
 
     def _receive(self, operation: str) -> Any:
         try:

@@ -3,7 +3,7 @@
 It answers as `engine_program` does; the operations are the methods of `DemoEngine`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvferry.cli.engine_program import serve
@@ -36,7 +36,10 @@ class DemoEngine:
         self._engine.generate("Hello", SamplingParams(max_tokens=2), use_tqdm=False)
 
     def ask(
-        self, prompt: str, answer_tokens_max: int, transfer: Mapping[str, Any] | None
+        self,
+        prompt: str | Sequence[int],
+        answer_tokens_max: int,
+        transfer: Mapping[str, Any] | None,
     ) -> dict[str, Any]:
         """The greedy answer, the seconds to its first token, the tokens that vLLM says it loaded
         from outside for it. `transfer`: kv_transfer_params, here and in the reply."""
@@ -47,7 +50,11 @@ class DemoEngine:
         loaded_tokens = self._counter(EXTERNAL_HITS)
         core = self._engine.llm_engine
         started_s = self._clock.now_s()
-        core.add_request("question", prompt, sampling)
+        core.add_request(
+            "question",
+            prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt},
+            sampling,
+        )
         first_token_s, output = None, None
         while core.has_unfinished_requests():
             for output in core.step():
@@ -62,6 +69,11 @@ class DemoEngine:
             "text": chosen.text.strip(),
             "transfer": output.kv_transfer_params,
         }
+
+    def sum_of(self, histogram: str) -> float:
+        """Of all observations so far; 0 if it is not there."""
+        metrics = self._engine.get_metrics()
+        return sum(metric.sum for metric in metrics if metric.name == histogram)
 
     def close(self) -> None:
         if self._engine is not None:

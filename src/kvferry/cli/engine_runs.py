@@ -56,14 +56,19 @@ def parse_plan(
     if mode not in MODES:
         raise ConfigError("bench.mode", f"--mode: {', '.join(MODES)}, and not {mode!r}")
     shapes.shape_of(shape)
+    token_counts = parse_lengths(lengths)
+    more = [_object(name, text) for name, text in (("settings", settings), ("ferry", options))]
+    return Plan(Path(folder), shape, True, mode, token_counts, prompt_count, *more)
+
+
+def parse_lengths(lengths: str) -> tuple[int, ...]:
+    """Numbers of tokens. Raises ConfigError."""
     try:
-        token_counts = tuple(int(length) for length in lengths.split(","))
+        return tuple(int(length) for length in lengths.split(","))
     except ValueError:
         raise ConfigError(
             "bench.lengths", f"--lengths: such as 1000,5000, not {lengths!r}"
         ) from None
-    more = [_object(name, text) for name, text in (("settings", settings), ("ferry", options))]
-    return Plan(Path(folder), shape, True, mode, token_counts, prompt_count, *more)
 
 
 def _object(name: str, text: str) -> dict[str, Any]:

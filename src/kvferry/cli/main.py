@@ -11,13 +11,14 @@ from kvferry.cli.check import check
 from kvferry.cli.demo import demo
 from kvferry.cli.doctor import doctor
 from kvferry.cli.resize import resize
+from kvferry.cli.route import route
 from kvferry.cli.status import status
 from kvferry.errors import Error
 
 app = typer.Typer(
     help="KV cache for vLLM that moves.", no_args_is_help=True, pretty_exceptions_enable=False
 )
-for _command in (demo, doctor, status, check, resize):
+for _command in (demo, doctor, status, check, resize, route):
     app.command()(_command)
 app.add_typer(bench.app, name="bench")
 app.add_typer(pd_demo.app, name="pd")
