@@ -10,13 +10,13 @@ from pathlib import Path
 
 from kvferry import server_url
 from kvferry.catalog.open import open_url as open_catalog
-from kvferry.cli import mounts
 from kvferry.cli.finding import Finding, failed, passed, warning
 from kvferry.cli.opened import open_store
 from kvferry.cli.output import size_text
 from kvferry.clock import SystemClock
 from kvferry.config import Config, split_url
 from kvferry.errors import ConfigError, Error, UnavailableError
+from kvferry.pages import mounts
 from kvferry.pages.segments import Superblock, read_superblock
 
 PROBE_BYTES = 4096
