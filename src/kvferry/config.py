@@ -47,7 +47,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str,
         process(
             description="URL of the page store: `posix:///path` (a folder on any file system that"
-            " all engines see), `usrbio:///path` (a folder on a mounted 3FS, through its own interface)"
+            " all engines see), `usrbio:///path` (a folder on 3FS, by its own interface)"
             " or `memory:` (this process only, for tests)."
         ),
     ]

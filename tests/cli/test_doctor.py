@@ -12,6 +12,7 @@ from kvferry.cli import doctor, engine_checks, machine_checks, store_checks
 from kvferry.cli.finding import State
 from kvferry.cli.main import app
 from kvferry.config import decode
+from kvferry.pages import mounts
 
 GOOD = {
     "kv_connector": "FerryStoreConnector",

@@ -1,8 +1,8 @@
 """A folder on an emulated 3FS, open beneath every check: a `testing.pages.Place`."""
 
+from kvferry.clock import SystemClock
 from kvferry.pages.facts import Asked
 from kvferry.pages.usrbio import UsrbioPages
-from kvferry.testing.clock import ManualClock
 from kvferry.testing.places import ASKED
 from kvferry.testing.posix_place import PosixPlace
 from tests.emulation.library import Emulation
@@ -14,7 +14,7 @@ class UsrbioPlace(PosixPlace):
     """`options` go to every store."""
 
     def __init__(self, emulation: Emulation, **options):
-        super().__init__(emulation.mount / "store", ManualClock())
+        super().__init__(emulation.mount / "store", SystemClock())
         self._library = str(emulation.path)
         self._own_options = {**OPTIONS, **options}
 

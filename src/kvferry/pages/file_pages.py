@@ -1,7 +1,7 @@
 """Pages in segment files, moved by native threads: what all backends over files have in common.
 
-Submitting costs some Python and, for each segment of the batch, one `stat`; opening a segment for the
-first time reads its header. Everything else happens in native threads, without the GIL.
+Submitting costs some Python and, for each segment of the batch, one `stat`; opening a segment for
+the first time reads its header. Everything else happens in native threads, without the GIL.
 """
 
 import ctypes

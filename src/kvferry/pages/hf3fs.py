@@ -23,8 +23,8 @@ class Mount:
 
 
 def find_mount(folder: Path, library: str | None, file_count: int) -> Mount:
-    """The mount that `folder` is on or would be made on. `library`: its path; None: the usual places.
-    `file_count`: how many files will be open. Raises ConfigError."""
+    """The mount that `folder` is on or would be made on. `library`: its path; None: the usual
+    places. `file_count`: how many files will be open. Raises ConfigError."""
     check_file_limits(*resource.getrlimit(resource.RLIMIT_NOFILE), file_count)
     loaded = load_library(library)
     existing = nearest_folder(folder)
@@ -45,14 +45,14 @@ def check_file_limits(soft: int, hard: int, file_count: int) -> None:
         raise ConfigError(
             "pages.files_unlimited",
             f"the hard limit of open files is {'unlimited' if hard < 0 else hard}, for which the "
-            "library of 3FS makes a table when it is loaded: set it to 1048576 (ulimit -Hn 1048576, "
+            "library of 3FS makes a table when loaded: set it to 1048576 (ulimit -Hn 1048576, "
             "docker --ulimit nofile=65536:1048576, systemd LimitNOFILE)",
         )
     if soft != resource.RLIM_INFINITY and soft < file_count:
         raise ConfigError(
             "pages.file_limit",
-            f"the limit of open files is {soft}, and {file_count} are needed, since 3FS keeps a second "
-            f"descriptor of each: raise it (ulimit -n {max(65536, file_count)})",
+            f"the limit of open files is {soft}, and {file_count} are needed, since 3FS keeps a "
+            f"second descriptor of each: raise it (ulimit -n {max(65536, file_count)})",
         )
 
 
@@ -66,8 +66,8 @@ def load_library(path: str | None) -> Hf3fs:
             reasons.append(str(error))
     raise ConfigError(
         "pages.no_library",
-        f"no usable library of 3FS ({'; '.join(reasons)}): install {LIBRARY} of the version that the "
-        "daemon has, with the libraries that it needs, or name its path in usrbio_library",
+        f"no usable library of 3FS ({'; '.join(reasons)}): install {LIBRARY} of the version that "
+        "the daemon has, with the libraries that it needs, or name its path in usrbio_library",
     )
 
 

@@ -53,7 +53,8 @@ def open_url(
 
 
 def require_path(url: str) -> Path | None:
-    """The folder of a posix or usrbio URL; None for `memory:`. Raises ConfigError for any other URL."""
+    """The folder of a posix or usrbio URL; None for `memory:`. Raises ConfigError for any other
+    URL."""
     scheme, path = split_url(url)
     if url == "memory:":
         return None

@@ -55,9 +55,10 @@ class Superblock(msgspec.Struct, frozen=True):
 
 
 class SegmentFiles:
-    """The files of one store. `is_sparse`: segments get their length but no blocks, and count by their
-    length; so it is on 3FS in any case, which has no preallocation. `open` first; afterwards any thread may call. Nothing is held open,
-    so there is nothing to close. Raises as `files.system_errors` says."""
+    """The files of one store. `is_sparse`: segments get their length but no blocks, and count by
+    their length; so it is on 3FS in any case, which has no preallocation. `open` first; afterwards
+    any thread may call. Nothing is held open, so there is nothing to close. Raises as
+    `files.system_errors` says."""
 
     def __init__(
         self,

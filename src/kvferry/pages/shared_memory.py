@@ -4,8 +4,8 @@
     <mount>/3fs-virt/iovs/<uuid>          made after the file, removed before it
 
 The daemon maps the file when the link is made, and removes the links of a process that has ended.
-What a killed process leaves in /dev/shm, the next one sweeps: a file whose lock is free. The lock, not
-the process number, decides: containers may share /dev/shm and have numbers of their own.
+What a killed process leaves in /dev/shm, the next one sweeps: a file whose lock is free. The lock,
+not the process number, decides: containers may share /dev/shm and have numbers of their own.
 """
 
 import ctypes
@@ -35,8 +35,8 @@ def iovs_folder(mount_point: str) -> Path:
 
 
 class SharedMemory:
-    """`length_bytes` of memory under a link of the mount. Any thread. `memory` keeps the mapping, also
-    after `close`."""
+    """`length_bytes` of memory under a link of the mount. Any thread. `memory` keeps the mapping,
+    also after `close`."""
 
     def __init__(self, mount_point: str, length_bytes: int, clock: Clock):
         self.id = uuid.UUID(bytes=clock.random_bytes(16))
@@ -56,7 +56,8 @@ class SharedMemory:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.posix_fallocate(self._lock, 0, self.length_bytes)
             self.memory = mmap.mmap(self._lock, self.length_bytes)
-            # Named when it is locked. Only with a `src_dir_fd` does Python follow the link in /proc.
+            # Named when it is locked. Only with a `src_dir_fd` does Python follow the link in
+            # /proc.
             os.link(f"/proc/self/fd/{self._lock}", self._file, src_dir_fd=self._lock)
         except OSError as error:
             self.close()
@@ -69,8 +70,8 @@ class SharedMemory:
             raise ConfigError(*_no_link(error, self._link)) from error
 
     def close(self) -> None:
-        """Takes the memory from the daemon: no I/O may be out. Idempotent. In a forked child it only
-        lets go of it."""
+        """Takes the memory from the daemon: no I/O may be out. Idempotent. In a forked child it
+        only lets go of it."""
         if self._lock < 0:
             return
         if self._process == os.getpid():
@@ -126,8 +127,8 @@ def _no_memory(error: OSError, length_bytes: int) -> tuple[str, str]:
         return (
             "pages.shm_size",
             f"{SHARED_MEMORY} has {free_mib} MiB free, and {length_bytes >> 20} MiB are needed for "
-            "staging: give the container more (docker --shm-size, a larger /dev/shm volume), or lower"
-            " staging_bytes",
+            "staging: give the container more (docker --shm-size, a larger /dev/shm volume), or "
+            "lower staging_bytes",
         )
     return (
         "pages.shm",

@@ -1,14 +1,15 @@
 """Pages on 3FS through its user-space ring I/O (USRBIO): the same segments, headers and proofs as
 `posix`, moved past the kernel at the speed of the network card.
 
-Life: the library and the mount are found; left-overs of killed processes are swept; rings are made, one
-for each I/O thread; one read is tried, which shows whether the daemon has this process's memory. At the
-end the threads end their rings, then files are deregistered and closed, then memory is taken from the
-daemon. There is no way back to `posix`: what is missing is a ConfigError with a cure.
+Life: the library and the mount are found; left-overs of killed processes are swept; rings are made,
+one for each I/O thread; one read is tried, which shows whether the daemon has this process's
+memory. At the end the threads end their rings, then files are deregistered and closed, then memory
+is taken from the daemon. There is no way back to `posix`: what is missing is a ConfigError with a
+cure.
 
 Facts of 3FS that decide: it has no preallocation, so segments are sparse; a hole reads as an error
-(a flag), so a page that was never written is absent; a part of a chunk that is written costs the daemon
-the whole chunk, so `alignment_bytes` should be the chunk size of the folder.
+(a flag), so a page that was never written is absent; a part of a chunk that is written costs the
+daemon the whole chunk, so `alignment_bytes` should be the chunk size of the folder.
 """
 
 import errno
@@ -46,8 +47,8 @@ _TRIAL_GEOMETRY = PageGeometry(1, 4096, 1)
 
 
 class UsrbioPages(FilePages):
-    """A `PageStore` in a folder of a mounted 3FS. Staging must come from `allocate`: the daemon moves
-    bytes to and from it. `library`: path of libhf3fs_api_shared.so; None: the usual places.
+    """A `PageStore` in a folder of a mounted 3FS. Staging must come from `allocate`: the daemon
+    moves bytes to and from it. `library`: path of libhf3fs_api_shared.so; None: the usual places.
 
     `io_deadline_s`: a later I/O no longer counts as in flight; its buffer stays out of use."""
 
@@ -174,7 +175,7 @@ class UsrbioPages(FilePages):
         if not results:  # the file stays open and registered, since the read is still out
             raise UnavailableError(
                 "pages.silent",
-                f"the 3FS daemon of {self._mount.point} has not answered a read in {_TRIAL_S:.0f} s",
+                f"the 3FS daemon of {self._mount.point} has not answered in {_TRIAL_S:.0f} s",
             )
         library.deregister_file(descriptor)
         os.close(descriptor)
