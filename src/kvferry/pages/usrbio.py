@@ -39,8 +39,10 @@ RING_BYTES_MAX = 32 << 20
 ENTRY_MAX = 128
 IO_DEADLINE_S = 30.0
 _TRIAL_S = 5.0
+_TRIAL_CLOSE_S = 2.0
 _CHUNK_BYTES_MIN = 64 << 10
-_FILES_BESIDE = 256
+FILES_OPEN = 2 * DESCRIPTOR_MAX + 256
+"""How many files may be open: 3FS keeps a second descriptor of each segment."""
 
 _TRIAL_PAGE = PageId(bytes(32), bytes(32), bytes(32), 0, 0, bytes(16))
 _TRIAL_GEOMETRY = PageGeometry(1, 4096, 1)
@@ -84,8 +86,7 @@ class UsrbioPages(FilePages):
 
     def open(self) -> StoreFacts:
         if self._pool is None:
-            file_count = 2 * self._descriptor_max + _FILES_BESIDE
-            self._mount = find_mount(self._root, self._library, file_count)
+            self._mount = find_mount(self._root, self._library, FILES_OPEN)
         return super().open()
 
     def allocate(self, length_bytes: int) -> tuple[int, object]:
@@ -112,7 +113,7 @@ class UsrbioPages(FilePages):
         try:
             self._try(pool)
         except BaseException:
-            self._stop(is_quiet=pool.close(0.1))
+            self._stop(is_quiet=pool.close(_TRIAL_CLOSE_S))
             raise
         library = mount.library
         descriptors = Descriptors(
