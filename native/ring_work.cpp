@@ -79,7 +79,8 @@ bool RingWork::begin_next(const std::shared_ptr<UsrbioPool::Task>& task) {
   const Operation& operation = task->operation;
   const size_t io_max = pool_.settings_.io_bytes_max;
   const size_t offset = operation.offset_bytes + task->begun_bytes;
-  const size_t length = std::min(task->length_bytes() - task->begun_bytes, io_max - offset % io_max);
+  const size_t left = task->length_bytes() - task->begun_bytes;
+  const size_t length = std::min(left, io_max - offset % io_max);
   const int index = pool_.library_.prep_io(
       &ring_, &task->memory, task->is_read, operation.slice(0) + task->begun_bytes,
       operation.descriptor, offset, length, reinterpret_cast<void*>(entry - ios_.begin()));

@@ -1,4 +1,4 @@
-// What one I/O thread of a UsrbioPool does with its ring, until the pool is closed and nothing is out.
+// What one I/O thread of a UsrbioPool does with its ring, until the pool is closed.
 #pragma once
 
 #include <deque>

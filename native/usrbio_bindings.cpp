@@ -29,8 +29,9 @@ class UsrbioPoolHandle {
     require(ring_bytes_max > 0, "ring_bytes_max must be positive");
     require(io_bytes_max > 0 && io_bytes_max % kHeaderBytes == 0,
             "io_bytes_max must be a multiple of 4096");
-    pool_ = std::make_shared<UsrbioPool>(
-        library, UsrbioSettings{mount_point, entry_max, ring_bytes_max, io_bytes_max, io_deadline_s});
+    const UsrbioSettings settings{mount_point, entry_max, ring_bytes_max, io_bytes_max,
+                                  io_deadline_s};
+    pool_ = std::make_shared<UsrbioPool>(library, settings);
     int error;
     {
       const NoGil released;
@@ -124,7 +125,8 @@ void bind_usrbio(nb::module_& m) {
       .def("punch_hole", punch_hole, nb::arg("descriptor"), nb::arg("start"), nb::arg("end"));
 
   nb::class_<UsrbioPoolHandle>(m, "UsrbioPool")
-      .def(nb::init<const Hf3fs&, const std::string&, size_t, size_t, int, size_t, size_t, double>(),
+      .def(nb::init<const Hf3fs&, const std::string&, size_t, size_t, int, size_t, size_t,
+                    double>(),
            nb::arg("library"), nb::arg("mount_point"), nb::arg("read_thread_count"),
            nb::arg("write_thread_count"), nb::arg("entry_max"), nb::arg("ring_bytes_max"),
            nb::arg("io_bytes_max"), nb::arg("io_deadline_s"))

@@ -1,9 +1,10 @@
-// Threads that read and write extents of files on 3FS through rings of shared memory, and prove what
-// they read. Each thread has a ring of its own, for one direction: it alone fills and empties it.
+// Threads that read and write extents of files on 3FS through rings of shared memory, and prove
+// what they read. Each thread has a ring of its own, for one direction: it alone fills and empties
+// it.
 //
 // An I/O whose completion does not come keeps its buffer: the operation's result is never returned,
-// and its thread and ring stay behind, until the completion comes or the process ends. The end of the
-// ring would not do: the daemon holds what it has begun, and may still write.
+// and its thread and ring stay behind, until the completion comes or the process ends. The end of
+// the ring would not do: the daemon holds what it has begun, and may still write.
 #pragma once
 
 #include <atomic>

@@ -150,7 +150,8 @@ static struct mapping *find(const char *mount, const char id[16]) {
 static int64_t read_file(uint8_t *data, int file, off_t offset, size_t length, uint64_t flags) {
   struct stat status;
   if (fstat(file, &status) != 0) return -EIO;
-  const off_t end = offset + (off_t)length < status.st_size ? offset + (off_t)length : status.st_size;
+  const off_t wanted = offset + (off_t)length;
+  const off_t end = wanted < status.st_size ? wanted : status.st_size;
   if (offset >= end) return 0;
   const off_t hole = lseek(file, offset, SEEK_HOLE);
   if (hole >= 0 && hole < end) {
@@ -159,7 +160,8 @@ static int64_t read_file(uint8_t *data, int file, off_t offset, size_t length, u
   }
   size_t done = 0;
   while (done < (size_t)(end - offset)) {
-    const ssize_t moved = pread(file, data + done, (size_t)(end - offset) - done, offset + (off_t)done);
+    const size_t left = (size_t)(end - offset) - done;
+    const ssize_t moved = pread(file, data + done, left, offset + (off_t)done);
     if (moved < 0) return -EIO;
     if (moved == 0) break;
     done += (size_t)moved;

@@ -1,4 +1,4 @@
-/* Rings: slots that one thread fills and one thread empties, and the thread that plays the daemon. */
+/* Rings: slots that one thread fills and one empties, and the thread that plays the daemon. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -165,8 +165,8 @@ void hf3fs_iordestroy(struct hf3fs_ior *ior) {
 
 int hf3fs_io_entries(const struct hf3fs_ior *ior) { return ring_of(ior)->entries; }
 
-int hf3fs_prep_io(const struct hf3fs_ior *ior, const struct hf3fs_iov *iov, bool is_read, void *data,
-                  int fd, size_t offset, uint64_t length, const void *userdata) {
+int hf3fs_prep_io(const struct hf3fs_ior *ior, const struct hf3fs_iov *iov, bool is_read,
+                  void *data, int fd, size_t offset, uint64_t length, const void *userdata) {
   struct ring *ring = ring_of(ior);
   const size_t iov_offset = (size_t)((uint8_t *)data - iov->base);
   if (is_read != ring->for_read || length == 0) return -EINVAL;
