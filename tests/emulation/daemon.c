@@ -157,6 +157,7 @@ static int64_t read_file(uint8_t *data, int file, off_t offset, size_t length, u
   if (hole >= 0 && hole < end) {
     count(&counters.holes);
     if (flags & FORBID_READ_HOLES) return -ENODATA;
+    count(&counters.zeros);
   }
   size_t done = 0;
   while (done < (size_t)(end - offset)) {

@@ -91,9 +91,10 @@ def test_what_the_daemon_refuses_is_a_result_with_its_number(emulation, fault, n
 
 def test_a_hole_is_absent_and_not_zeros(emulation):
     with opened(emulation) as driver:
-        before = emulation.count("holes")
+        before = emulation.count("holes"), emulation.count("zeros")
         assert driver.read(PAGE, HOME).result.outcome is Outcome.ABSENT
-        assert emulation.count("holes") == before + 1
+        assert emulation.count("holes") == before[0] + 1
+        assert emulation.count("zeros") == before[1], "an error, not zeros"
 
 
 def test_a_late_completion_is_a_result_and_counts_as_overdue(emulation):

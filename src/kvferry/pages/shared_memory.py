@@ -14,7 +14,6 @@ import fcntl
 import logging
 import mmap
 import os
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +28,11 @@ _NOT_ALLOWED = {errno.EACCES, errno.EPERM}
 _TOO_MANY = {errno.EMFILE, errno.ENFILE}
 
 
+def _uuid_text(raw: bytes) -> str:
+    text = raw.hex()
+    return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
+
+
 def iovs_folder(mount_point: str) -> Path:
     """Where the links of a mount are."""
     return Path(mount_point, "3fs-virt", "iovs")
@@ -39,12 +43,12 @@ class SharedMemory:
     also after `close`."""
 
     def __init__(self, mount_point: str, length_bytes: int, clock: Clock):
-        self.id = uuid.UUID(bytes=clock.random_bytes(16))
+        self.id = clock.random_bytes(16)
         self.length_bytes = length_bytes
         self.address = 0
         self.memory: mmap.mmap | None = None
         self._file = SHARED_MEMORY / f"{PREFIX}{os.getpid()}-{clock.random_bytes(8).hex()}"
-        self._link = iovs_folder(mount_point) / str(self.id)
+        self._link = iovs_folder(mount_point) / _uuid_text(self.id)
         self._lock = -1
         self._process = -1
 

@@ -156,7 +156,7 @@ class UsrbioPages(FilePages):
         memory = SharedMemory(self._mount.point, length_bytes, self._clock)
         memory.open()
         self._memories.append(memory)
-        pool.add_memory(memory.address, length_bytes, memory.id.bytes)
+        pool.add_memory(memory.address, length_bytes, memory.id)
         return memory
 
     def _try(self, pool: UsrbioPool) -> None:
