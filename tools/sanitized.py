@@ -31,9 +31,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         flags = f"-fsanitize={sanitizer} -g -fno-omit-frame-pointer"
         install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+        build = ["-C", f"build-dir={folder}/build"]  # not the one that is there, built without
         subprocess.run(
-            [*install, "--no-build-isolation", "--target", folder, str(ROOT)]
-            + ["-C", f"build-dir={folder}/build"],
+            [*install, "--no-build-isolation", "--target", folder, *build, str(ROOT)],
             env={**os.environ, "CXXFLAGS": flags},
             check=True,
         )
