@@ -11,17 +11,9 @@
 namespace kvferry {
 namespace {
 
-Outcome outcome_of(int error_number) {
-  const bool is_full = error_number == ENOSPC || error_number == EDQUOT;
-  return is_full ? Outcome::kNoSpace : Outcome::kIoError;
-}
-
 // Buffered I/O goes piece by piece, so that the checksum finds in the processor's cache what was
 // just copied, or brings there what is about to be. Direct I/O takes the extent at once.
 constexpr size_t kPieceBytes = 256 << 10;
-
-// While as much is out, who waits is woken for so many results and not for each.
-constexpr size_t kResultsAtOnce = 6;
 
 bool is_direct(const Operation& operation) {
   return ::fcntl(operation.descriptor, F_GETFL) & O_DIRECT;
@@ -76,31 +68,21 @@ bool write_range(const Operation& operation, Range range, Part& part) {
   const Transfer state = transfer(operation, range, ::pwrite);
   if (state.done_bytes == range.length_bytes) return true;
   part.error_number = state.error_number ? state.error_number : EIO;
-  part.outcome = outcome_of(part.error_number);
+  part.outcome = outcome_of_write(part.error_number);
   return false;
 }
 
-bool check_header(const Operation& operation, uint32_t index, uint64_t& checksum, Part& part) {
-  const SliceHeader& header = operation.header(index);
-  part.outcome = verify(header, operation.page, operation.first_slice + index);
-  checksum = header.payload_checksum;
-  return part.outcome == Outcome::kOk;
-}
-
-void stamp_header(const Operation& operation, uint32_t index, uint64_t checksum) {
-  stamp(operation.header(index), operation.page, operation.first_slice + index, checksum);
-}
-
-// Proves a slice, and reads it before if it is not there yet. The header comes first.
-bool take_slice(const Operation& operation, uint32_t index, bool is_there, bool verify_payload,
+// Reads a slice piece by piece and proves it. The header comes first.
+bool read_slice(const Operation& operation, uint32_t index, bool verify_payload,
                 uint64_t& checksum, Part& part) {
   RunningChecksum running;
   size_t proven_bytes = kHeaderBytes;
   for (size_t place = 0; place < operation.slice_bytes; place += kPieceBytes) {
     const size_t end = std::min(place + kPieceBytes, operation.slice_bytes);
     const Range piece{index * operation.slice_bytes + place, end - place};
-    if (!is_there && !read_range(operation, piece, part)) return false;
-    if (place == 0 && !check_header(operation, index, checksum, part)) return false;
+    if (!read_range(operation, piece, part)) return false;
+    if (place == 0) part.outcome = check_header(operation, index, checksum);
+    if (part.outcome != Outcome::kOk) return false;
     if (verify_payload) running.add(operation.slice(index) + proven_bytes, end - proven_bytes);
     proven_bytes = end;
   }
@@ -169,9 +151,8 @@ uint64_t IoPool::submit(Queue& queue, const std::vector<std::shared_ptr<Task>>& 
   crew_.check_process();
   Lock lock(mutex_);
   if (is_closed_) throw std::logic_error("the I/O pool is closed");
-  const uint64_t job = ++last_job_;
+  const uint64_t job = results_.begin_job(tasks.size());
   size_t part_count = 0;
-  out_count_ += tasks.size();
   for (size_t i = 0; i < tasks.size(); ++i) {
     Task& task = *tasks[i];
     task.result.job = job;
@@ -187,8 +168,7 @@ uint64_t IoPool::submit(Queue& queue, const std::vector<std::shared_ptr<Task>>& 
 std::vector<Result> IoPool::wait(double timeout_s) {
   crew_.check_process();
   Lock lock(mutex_);
-  has_results_.wait_until(lock, deadline_after(timeout_s), [this] { return !results_.empty(); });
-  return std::exchange(results_, {});
+  return results_.take(lock, timeout_s);
 }
 
 bool IoPool::close(double timeout_s) {
@@ -230,10 +210,7 @@ void IoPool::end_part(Task& task, const Part& part) {
   }
   task.ended_count += part.count;
   if (task.ended_count < task.operation.slice_count) return;
-  if (task.result.outcome != Outcome::kOk) task.result.checksums.clear();
-  results_.push_back(std::move(task.result));
-  --out_count_;
-  if (results_.size() >= std::min(kResultsAtOnce, out_count_)) has_results_.notify_all();
+  results_.put(std::move(task.result));
 }
 
 void IoPool::read(Task& task, Part& part) {
@@ -241,7 +218,12 @@ void IoPool::read(Task& task, Part& part) {
   if (task.is_direct && !read_range(operation, range_of(operation, part), part)) return;
   for (uint32_t i = part.first; i < part.first + part.count; ++i) {
     uint64_t& checksum = task.result.checksums[i];
-    if (!take_slice(operation, i, task.is_direct, task.verify_payload, checksum, part)) return;
+    if (!task.is_direct) {
+      if (!read_slice(operation, i, task.verify_payload, checksum, part)) return;
+      continue;
+    }
+    part.outcome = prove_slice(operation, i, task.verify_payload, checksum);
+    if (part.outcome != Outcome::kOk) return;
   }
 }
 
@@ -250,13 +232,11 @@ void IoPool::write(Task& task, Part& part) {
   const bool is_piecewise = !task.has_checksums && !task.is_direct;
   for (uint32_t i = part.first; i < part.first + part.count; ++i) {
     uint64_t& known = task.result.checksums[i];
-    if (is_piecewise) {
-      if (!put_slice(operation, i, known, part)) return;
-      continue;
+    if (!is_piecewise) {
+      stamp_slice(operation, i, task.has_checksums, known);
+    } else if (!put_slice(operation, i, known, part)) {
+      return;
     }
-    const size_t payload_bytes = operation.slice_bytes - kHeaderBytes;
-    if (!task.has_checksums) known = checksum(operation.slice(i) + kHeaderBytes, payload_bytes);
-    stamp_header(operation, i, known);
   }
   if (!is_piecewise) write_range(operation, range_of(operation, part), part);
 }

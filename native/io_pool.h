@@ -9,35 +9,9 @@
 #include <vector>
 
 #include "crew.h"
-#include "slice_header.h"
+#include "operation.h"
 
 namespace kvferry {
-
-// One extent. Trusted: `buffer_address` names slice_count * slice_bytes bytes.
-struct Operation {
-  int descriptor;
-  int64_t offset_bytes;
-  uint64_t buffer_address;
-  uint32_t first_slice;
-  uint32_t slice_count;
-  size_t slice_bytes;
-  SliceHeader page;  // the template of its headers
-
-  uint8_t* slice(uint32_t index) const {
-    return reinterpret_cast<uint8_t*>(buffer_address) + index * slice_bytes;
-  }
-  SliceHeader& header(uint32_t index) const {
-    return *reinterpret_cast<SliceHeader*>(slice(index));
-  }
-};
-
-struct Result {
-  uint64_t job;
-  size_t index;
-  Outcome outcome = Outcome::kOk;
-  int error_number = 0;
-  std::vector<uint64_t> checksums;  // of the payloads of all slices; none if the outcome is bad
-};
 
 // What one thread does at once: slices of an extent, and what became of them.
 struct Part {
@@ -90,10 +64,7 @@ class IoPool : public std::enable_shared_from_this<IoPool> {
   std::mutex mutex_;
   Queue reads_;
   Queue writes_;
-  std::vector<Result> results_;
-  std::condition_variable has_results_;
-  uint64_t last_job_ = 0;
-  size_t out_count_ = 0;  // tasks that have not ended
+  Results results_;
   bool is_closed_ = false;
   Crew crew_;
 

@@ -1,39 +1,23 @@
 // Python bindings: what comes in is checked here, the interpreter is let go of, and the work is
 // done elsewhere. The manual is src/kvferry/_native.pyi.
-#include <nanobind/nanobind.h>
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
-
 #include <algorithm>
 #include <cstring>
-#include <optional>
 
+#include "bindings.h"
 #include "block_map.h"
 #include "chain_keys.h"
 #include "checksum.h"
 #include "copy_pool.h"
 #include "io_pool.h"
 
-namespace nb = nanobind;
 using namespace kvferry;
 
 namespace {
 
-using NoGil = nb::gil_scoped_release;
 // Hashing so little takes less time than it may take to have the interpreter back.
 constexpr size_t kShortBytes = 4096;
 using LayerTuple = std::tuple<uint64_t, size_t, size_t, size_t, size_t, size_t, size_t>;
 using PieceTuple = std::tuple<std::vector<int64_t>, uint64_t>;
-using OperationTuple =
-    std::tuple<int, int64_t, uint64_t, uint32_t, uint32_t, size_t, size_t, nb::bytes>;
-using ResultTuple = std::tuple<uint64_t, size_t, int, int, nb::tuple>;
-
-void require(bool condition, const char* message) {
-  if (!condition) throw nb::value_error(message);
-}
-
 std::string_view view(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
 
 uint64_t checksum_at(uint64_t address, size_t length_bytes) {
@@ -135,46 +119,6 @@ class CopyPoolHandle {
   std::shared_ptr<CopyPool> pool_ = std::make_shared<CopyPool>();
 };
 
-Operation to_operation(const OperationTuple& tuple) {
-  Operation operation{};
-  size_t payload_bytes;
-  nb::bytes header;
-  std::tie(operation.descriptor, operation.offset_bytes, operation.buffer_address,
-           operation.first_slice, operation.slice_count, operation.slice_bytes, payload_bytes,
-           header) = tuple;
-  require(operation.offset_bytes >= 0 && operation.offset_bytes % kHeaderBytes == 0,
-          "offset_bytes must be a multiple of 4096");
-  require(operation.buffer_address % kHeaderBytes == 0,
-          "buffer_address must be a multiple of 4096");
-  require(operation.slice_count > 0, "slice_count must be positive");
-  require(payload_bytes > 0 && operation.slice_bytes % kHeaderBytes == 0 &&
-              (payload_bytes - 1) / kHeaderBytes + 2 == operation.slice_bytes / kHeaderBytes,
-          "slice_bytes must be 4096 and payload_bytes, rounded up to a multiple of 4096");
-  require(header.size() >= kHeaderUsedBytes && header.size() <= kHeaderBytes,
-          "header must have 256 to 4096 bytes");
-  std::memcpy(&operation.page, header.data(), header.size());
-  require(operation.page.payload_bytes == payload_bytes, "payload_bytes is not the header's");
-  require(operation.page.slice_count >= operation.slice_count &&
-              operation.page.slice_count - operation.slice_count >= operation.first_slice,
-          "first_slice and slice_count exceed the header's slice count");
-  return operation;
-}
-
-std::vector<Operation> to_operations(const std::vector<OperationTuple>& tuples) {
-  std::vector<Operation> operations;
-  for (const OperationTuple& tuple : tuples) operations.push_back(to_operation(tuple));
-  return operations;
-}
-
-std::vector<ResultTuple> to_tuples(const std::vector<Result>& results) {
-  std::vector<ResultTuple> tuples;
-  for (const Result& result : results) {
-    tuples.emplace_back(result.job, result.index, static_cast<int>(result.outcome),
-                        result.error_number, nb::tuple(nb::cast(result.checksums)));
-  }
-  return tuples;
-}
-
 class IoPoolHandle {
  public:
   IoPoolHandle(size_t read_thread_count, size_t write_thread_count) {
@@ -191,10 +135,7 @@ class IoPoolHandle {
   uint64_t submit_writes(const std::vector<OperationTuple>& tuples,
                          const std::optional<std::vector<uint64_t>>& checksums) {
     const std::vector<Operation> operations = to_operations(tuples);
-    size_t slice_count = 0;
-    for (const Operation& operation : operations) slice_count += operation.slice_count;
-    require(!checksums || checksums->size() == slice_count,
-            "checksums must have one entry for each slice of each operation");
+    require_checksums(operations, checksums);
     return pool_->submit_writes(operations, checksums.value_or(std::vector<uint64_t>()));
   }
 
@@ -226,6 +167,8 @@ NB_MODULE(_native, m) {
   m.def("sha256_portable", sha256_portable, nb::arg("data"));
   m.def("chain_keys", chain_keys_of, nb::arg("namespace"), nb::arg("parent"), nb::arg("tokens"),
         nb::arg("chunk_tokens"), nb::arg("extras"));
+
+  bind_usrbio(m);
 
   nb::class_<BlockMap>(m, "BlockMap")
       .def("__init__", init_block_map, nb::arg("layers"), nb::arg("head_count"),

@@ -3,7 +3,25 @@
 import importlib.util
 from pathlib import Path
 
+import pytest
+
+from tests.emulation import library
+
 NEEDS_ENGINE = [Path(__file__).parent / name for name in ("e2e", "vllm_plugin")]
+
+
+@pytest.fixture(scope="session")
+def hf3fs_library(tmp_path_factory):
+    """The emulated library of 3FS."""
+    return library.build(tmp_path_factory.mktemp("emulation"))
+
+
+@pytest.fixture
+def emulation(hf3fs_library, tmp_path):
+    """The same with a mount of its own and without faults."""
+    emulation = library.Emulation(hf3fs_library, tmp_path / "mnt")
+    yield emulation
+    emulation.configure()
 
 
 def _has_engine() -> bool:

@@ -123,7 +123,8 @@ def every_file() -> list[Source]:
         for folder in ("src", "tests", "tools")
         for source in sources(ROOT / folder, ".py", ".pyi")
     ]
-    return python + sources(ROOT / "native", ".cpp", ".h")
+    native = [*sources(ROOT / "native", ".cpp", ".h"), *sources(ROOT / "tests", ".c", ".h")]
+    return python + native
 
 
 @cache

@@ -22,7 +22,7 @@ from msgspec import Meta
 from kvferry import server_url
 from kvferry.errors import ConfigError
 
-PAGES_SCHEMES = ("posix", "memory")
+PAGES_SCHEMES = ("posix", "usrbio", "memory")
 CATALOG_SCHEMES = ("lmdb", "valkey", "memory")
 _URL_FORMS = {"memory": "memory:", "valkey": server_url.FORM}
 SIZE_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "PiB": 1 << 50}
@@ -47,7 +47,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str,
         process(
             description="URL of the page store: `posix:///path` (a folder on any file system that"
-            " all engines see) or `memory:` (this process only, for tests)."
+            " all engines see), `usrbio:///path` (a folder on 3FS, by its own interface)"
+            " or `memory:` (this process only, for tests)."
         ),
     ]
     capacity_bytes: Annotated[
@@ -117,6 +118,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             " start where it cannot, `off` never."
         ),
     ] = "auto"
+    usrbio_library: Annotated[
+        _Name | None,
+        process(
+            description="Path of `libhf3fs_api_shared.so`, for `usrbio:`. Default: where the loader"
+            " finds it, or `/usr/lib`, `/usr/local/lib`, `/opt/3fs/lib`."
+        ),
+    ] = None
     staging_bytes: Annotated[
         int,
         process(

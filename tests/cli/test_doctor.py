@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvferry.cli import doctor, engine_checks, machine_checks, mounts, store_checks
+from kvferry.cli import doctor, engine_checks, machine_checks, store_checks
 from kvferry.cli.finding import State
 from kvferry.cli.main import app
 from kvferry.config import decode
+from kvferry.pages import mounts
 
 GOOD = {
     "kv_connector": "FerryStoreConnector",

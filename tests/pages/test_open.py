@@ -1,6 +1,6 @@
 """A mistyped URL must stop the engine with a cure, not start it on another backend."""
 
-import builtins
+import importlib
 
 import pytest
 
@@ -37,11 +37,12 @@ def test_posix(tmp_path):
         ("posx:///var/kv", "posix:///absolute/path"),
         ("posix://var/kv", "posix:///absolute/path"),
         ("posix:///", "posix:///absolute/path"),
-        ("/var/kv", "posix:///absolute/path or memory:"),
-        ("usrbio:///mnt", "posix:///absolute/path or memory:"),
+        ("/var/kv", "posix:///absolute/path or usrbio:///absolute/path or memory:"),
+        ("usrbio:/mnt/3fs", "usrbio:///absolute/path"),
+        ("usrbo:///mnt/3fs", "usrbio:///absolute/path"),
         ("memory:x", "memory:"),
         ("memroy:", "memory:"),
-        ("", "posix:///absolute/path or memory:"),
+        ("", "posix:///absolute/path or usrbio:///absolute/path or memory:"),
     ],
 )
 def test_anything_else_is_refused_with_what_was_meant(url, cure):
@@ -50,13 +51,9 @@ def test_anything_else_is_refused_with_what_was_meant(url, cure):
 
 
 def test_a_missing_native_extension_is_refused_not_replaced(monkeypatch, tmp_path):
-    real_import = builtins.__import__
+    def without_native(name):
+        raise ImportError("libstdc++.so.6: not found")
 
-    def without_posix(name, *args):
-        if name == "kvferry.pages.posix":
-            raise ImportError("libstdc++.so.6: not found")
-        return real_import(name, *args)
-
-    monkeypatch.setattr(builtins, "__import__", without_posix)
+    monkeypatch.setattr(importlib, "import_module", without_native)
     with pytest.raises(ConfigError, match=r"libstdc.*install kvferry"):
         _open(f"posix://{tmp_path}")

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -38,10 +39,14 @@ def doctor(
         bool,
         typer.Option("--transfer", help="Whether NIXL moves bytes here, and how fast."),
     ] = False,
+    usrbio_library: Annotated[
+        str | None,
+        typer.Option("--usrbio-library", help="Path of libhf3fs_api_shared.so, for usrbio://."),
+    ] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Check this machine, a store's folder and the JSON given to vLLM; say what to do."""
-    findings = list(examine(pages, transfer_config, is_transfer))
+    findings = list(examine(pages, transfer_config, is_transfer, usrbio_library))
     if as_json:
         output.print_json(findings)
     else:
@@ -51,7 +56,10 @@ def doctor(
 
 
 def examine(
-    pages: str | None, transfer_config: str | None, is_transfer: bool = False
+    pages: str | None,
+    transfer_config: str | None,
+    is_transfer: bool = False,
+    usrbio_library: str | None = None,
 ) -> Iterator[Finding]:
     """All findings, in the order in which one would mend them."""
     yield machine_checks.check_python()
@@ -74,6 +82,8 @@ def examine(
                 "engines use the JSON's, so that one is looked at: name the same",
             )
         config = named
+    if config is not None and usrbio_library is not None:
+        config = msgspec.structs.replace(config, usrbio_library=usrbio_library)
     if config is not None:
         yield from store_checks.check_store(config)
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 import kvferry
-from kvferry.cli import bench, catalog_commands, output, pd_demo
+from kvferry.cli import bench, catalog_commands, config_from, output, pd_demo
 from kvferry.cli.check import check
 from kvferry.cli.demo import demo
 from kvferry.cli.doctor import doctor
@@ -23,6 +23,7 @@ for _command in (demo, doctor, status, check, resize, route):
 app.add_typer(bench.app, name="bench")
 app.add_typer(pd_demo.app, name="pd")
 app.add_typer(catalog_commands.app, name="catalog")
+app.add_typer(config_from.app, name="config")
 
 
 def _print_version(wanted: bool) -> None:

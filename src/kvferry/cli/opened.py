@@ -32,7 +32,9 @@ def existing_root(config: Config) -> tuple[Path, Superblock]:
     """The folder of a store. Raises UnavailableError if there is no store."""
     root = pages_open.require_path(config.pages)
     if root is None:
-        raise ConfigError("cli.memory", "memory: is gone with its process; name a posix:// store")
+        raise ConfigError(
+            "cli.memory", "memory: is gone with its process; name a posix:// or usrbio:// store"
+        )
     try:
         superblock = read_superblock(root)
     except OSError as error:
@@ -56,7 +58,12 @@ def open_store(config: Config, *, may_make: bool = False) -> Iterator[OpenedStor
     where there is none. Raises kvferry's errors."""
     facts = existing_root(config)[1].facts()
     pages = pages_open.open_url(
-        config.pages, SystemClock(), Asked(), direct_io=config.direct_io, write_thread_count=1
+        config.pages,
+        SystemClock(),
+        Asked(),
+        direct_io=config.direct_io,
+        write_thread_count=1,
+        usrbio_library=config.usrbio_library,
     )
     url = config.catalog_url(facts.store_id)
     catalog = None

@@ -8,7 +8,7 @@ import typer
 from kvferry import config
 from kvferry.config import Config
 
-_PAGES_HELP = "The store: posix:///path, or just the path."
+_PAGES_HELP = "The store: posix:///path, or just the path; usrbio:///path."
 
 Pages = Annotated[str, typer.Argument(metavar="PAGES", help=_PAGES_HELP)]
 OptionalPages = Annotated[str | None, typer.Argument(metavar="[PAGES]", help=_PAGES_HELP)]

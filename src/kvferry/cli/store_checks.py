@@ -10,13 +10,13 @@ from pathlib import Path
 
 from kvferry import server_url
 from kvferry.catalog.open import open_url as open_catalog
-from kvferry.cli import mounts
-from kvferry.cli.finding import Finding, failed, passed, warning
+from kvferry.cli.finding import Finding, State, failed, passed, warning
 from kvferry.cli.opened import open_store
 from kvferry.cli.output import size_text
 from kvferry.clock import SystemClock
 from kvferry.config import Config, split_url
 from kvferry.errors import ConfigError, Error, UnavailableError
+from kvferry.pages import mounts
 from kvferry.pages.segments import Superblock, read_superblock
 
 PROBE_BYTES = 4096
@@ -25,7 +25,7 @@ PROBE_BYTES = 4096
 def check_store(config: Config) -> Iterator[Finding]:
     """Everything about the store that a configuration names."""
     scheme, path = split_url(config.pages)
-    if scheme != "posix":
+    if scheme == "memory":
         yield warning("pages", config.pages, "for tests only: use posix:///path")
         return
     root = Path(path).resolve()
@@ -39,8 +39,14 @@ def check_store(config: Config) -> Iterator[Finding]:
         yield failed("store", f"{root}: {error.strerror}", f"give user {os.geteuid()} the folder")
         return
     yield from _check_superblock(config, root, superblock)
-    yield _check_file_system(folder)
-    yield from check_rights(folder, config.direct_io)
+    if scheme == "usrbio":
+        findings = list(_usrbio_findings(config, root))
+        yield from findings
+        if any(finding.state is State.FAILED for finding in findings):
+            return
+    else:
+        yield _check_file_system(folder)
+        yield from check_rights(folder, config.direct_io)
     yield _check_catalog_folder(config, superblock)
     if superblock is not None:
         yield _check_opens(config)
@@ -49,6 +55,15 @@ def check_store(config: Config) -> Iterator[Finding]:
 def nearest_folder(root: Path) -> Path:
     """The folder itself, or the one that it would be made in."""
     return next(folder for folder in (root, *root.parents) if folder.is_dir())
+
+
+def _usrbio_findings(config: Config, root: Path) -> Iterator[Finding]:
+    try:
+        from kvferry.cli.usrbio_checks import check_usrbio  # noqa: PLC0415 - needs native code
+    except ImportError as error:
+        yield failed("3FS library", str(error), "install kvferry again: it has no native extension")
+        return
+    yield from check_usrbio(config, root)
 
 
 def _check_superblock(config: Config, root: Path, found: Superblock | None) -> Iterator[Finding]:
@@ -80,7 +95,7 @@ def _check_room(capacity_bytes: int, free_bytes: int) -> Finding:
 def _check_file_system(folder: Path) -> Finding:
     kind = mounts.mount_of(folder, mounts.current_mounts()).kind
     if kind in mounts.USERSPACE_3FS:
-        return warning("file system", kind, "3FS through FUSE works, slower than its own interface")
+        return warning("file system", kind, "through FUSE; usrbio:// is faster")
     if kind in mounts.IN_MEMORY:
         return warning("file system", kind, "pages are gone after a restart, and take host memory")
     if kind in mounts.IN_CONTAINER:

@@ -5,7 +5,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from kvferry.catalog.snapshot import Snapshot
-from kvferry.device.staging import Staging
+from kvferry.device.staging import Staging, memory_from
 from kvferry.layout import Address, PageGeometry
 from kvferry.pages.base import Extent, Outcome, PageId, PageStore, SegmentFacts
 
@@ -58,7 +58,7 @@ def verify(pages: PageStore, promises: Sequence[Promise]) -> Iterator[Verdict]:
     if not readable:
         return
     slot_bytes = max(promise.geometry.page_bytes for promise in readable)
-    staging = Staging(max(BATCH_BYTES, 2 * slot_bytes), slot_bytes)
+    staging = Staging(max(BATCH_BYTES, 2 * slot_bytes), slot_bytes, memory_from(pages.allocate))
     staging.open()
     pages.register(staging.address, staging.length_bytes)
     remaining = iter(readable)

@@ -24,6 +24,11 @@ def host_memory(length_bytes: int) -> tuple[int, object]:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory)), memory
 
 
+def memory_from(offer: Callable[[int], tuple[int, object] | None]) -> Allocate:
+    """What `offer` (of a page store) gives, or the host's memory where it needs none of its own."""
+    return lambda length_bytes: offer(length_bytes) or host_memory(length_bytes)
+
+
 class Staging:
     """`slot_bytes` is rounded up to 4 KiB. Any thread may take and give back."""
 

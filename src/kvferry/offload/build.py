@@ -20,7 +20,7 @@ from kvferry.clock import Clock
 from kvferry.config import Config
 from kvferry.device.base import Copier
 from kvferry.device.host import HostCopier
-from kvferry.device.staging import Staging
+from kvferry.device.staging import Staging, memory_from
 from kvferry.errors import ConfigError, IncompatibleError
 from kvferry.metrics import Metrics
 from kvferry.offload.base import Identity, LocalPart
@@ -138,6 +138,7 @@ def _open_pages(config: Config, clock: Clock, page_bytes: int) -> PageStore:
         direct_io=config.direct_io,
         read_thread_count=config.read_threads,
         write_thread_count=config.write_threads,
+        usrbio_library=config.usrbio_library,
     )
 
 
@@ -230,7 +231,11 @@ def open_jobs(
     backends = Backends(config, clock, metrics, page_bytes)
     metrics.set("kvferry_buffered_io", 0 if getattr(backends.pages, "direct_io", False) else 1)
     tenant = hashlib.sha256(config.tenant.encode()).digest()[:16] if config.tenant else bytes(16)
-    staging = Staging(config.staging_bytes, max(local.extent_bytes for local in local_parts))
+    staging = Staging(
+        config.staging_bytes,
+        max(local.extent_bytes for local in local_parts),
+        memory_from(backends.pages.allocate),
+    )
     staging.open()
     copiers = (open_copiers or _host_copiers(config))(staging, local_parts)
     parts = [

@@ -2,10 +2,10 @@
 
 Life of an operation:
 
-1. The caller registers its staging once, fills or reserves a range of it, and submits a batch.
-2. From `submit` on the range belongs to the store, until the operation's `Result` was returned by
-   `poll` or `wait`: success or not, late or not. A store has no deadlines; whoever must not wait
-   longer forgets the operation and keeps its range out of use.
+1. The caller gets memory for its staging (`allocate`), registers it once, fills or reserves a range
+of it, and submits a batch. 2. From `submit` on the range belongs to the store, until the
+operation's `Result` was returned by    `poll` or `wait`: success or not, late or not. A store has
+no deadlines; whoever must not wait    longer forgets the operation and keeps its range out of use.
 3. A write stamps a header before each payload, with the checksum over the padded payload. A read
    checks each header against what was asked, then the checksum of each payload. Bytes are good
    only if the result says `OK`; anything else is a miss with a reason.
@@ -120,6 +120,11 @@ class PageStore(Protocol):
 
     def close(self) -> None:
         """Waits for what is in flight, at most 5 s, then lets go of it."""
+
+    def allocate(self, length_bytes: int) -> tuple[int, object] | None:
+        """Memory for staging that this store needs, if any will not do (None): its address, and
+        what keeps it. It is the store's until `close`, and readable afterwards as long as it is
+        kept. Raises ConfigError where the machine has none to give."""
 
     def register(self, address: int, length_bytes: int) -> None:
         """Makes a range of memory nameable in operations. It must outlive the store."""

@@ -2,6 +2,7 @@
 
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.pages.base import Outcome, SegmentFacts
@@ -23,11 +24,21 @@ class Descriptors:
     """A cache of at most `descriptor_max` open files, and those in use beyond that. Any thread.
 
     A segment may be deleted, and its number used again, by another process at any time: `take`
-    looks whether the name still means the file that is open.
+    looks whether the name still means the file that is open. `opened` and `closing` are called with
+    each descriptor, right after and before; `opened` may raise OSError.
     """
 
-    def __init__(self, segments: SegmentFiles, flags: int, descriptor_max: int):
+    def __init__(
+        self,
+        segments: SegmentFiles,
+        flags: int,
+        descriptor_max: int,
+        opened: Callable[[int], None] = lambda _: None,
+        closing: Callable[[int], None] = lambda _: None,
+    ):
         self._segments = segments
+        self._opened = opened
+        self._closing = closing
         self._flags = flags
         self._descriptor_max = descriptor_max
         self._files: dict[int, OpenFile] = {}  # the last one was used last
@@ -41,11 +52,9 @@ class Descriptors:
                 self._drop(self._files.pop(segment))
                 file = None
             if file is None:
-                opened = self._segments.open_file(segment, self._flags)
-                if isinstance(opened, Outcome):
-                    return opened
-                status = os.fstat(opened[0])
-                file = OpenFile(*opened, (status.st_dev, status.st_ino))
+                file = self._open(segment)
+                if isinstance(file, Outcome):
+                    return file
             self._files.pop(segment, None)
             self._files[segment] = file
             file.use_count += 1
@@ -72,6 +81,19 @@ class Descriptors:
         for segment in list(self._files):
             self.forget(segment)
 
+    def _open(self, segment: int) -> OpenFile | Outcome:
+        found = self._segments.open_file(segment, self._flags)
+        if isinstance(found, Outcome):
+            return found
+        descriptor, facts = found
+        try:
+            status = os.fstat(descriptor)
+            self._opened(descriptor)
+        except OSError:
+            os.close(descriptor)
+            raise
+        return OpenFile(descriptor, facts, (status.st_dev, status.st_ino))
+
     def _inode_now(self, segment: int) -> tuple[int, int] | None:
         try:
             status = os.stat(self._segments.path(segment))
@@ -85,4 +107,5 @@ class Descriptors:
 
     def _close_unused(self, file: OpenFile) -> None:
         if file.use_count == 0 and not file.is_cached:
+            self._closing(file.descriptor)
             os.close(file.descriptor)

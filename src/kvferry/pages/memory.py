@@ -84,6 +84,9 @@ class MemoryPages:
             self.poll()
             self._is_open = False
 
+    def allocate(self, length_bytes: int) -> tuple[int, object] | None:
+        return None
+
     def register(self, address: int, length_bytes: int) -> None:
         self._registered.add(address, length_bytes)
 

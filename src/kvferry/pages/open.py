@@ -1,6 +1,7 @@
 """From a URL to an open page store."""
 
 import difflib
+import importlib
 from pathlib import Path
 from typing import Literal
 
@@ -11,7 +12,12 @@ from kvferry.pages.base import PageStore
 from kvferry.pages.facts import Asked
 from kvferry.pages.memory import Medium, MemoryPages
 
-FORMS = {"posix": "posix:///absolute/path", "memory": "memory:"}
+FORMS = {
+    "posix": "posix:///absolute/path",
+    "usrbio": "usrbio:///absolute/path",
+    "memory": "memory:",
+}
+_CLASSES = {"posix": "PosixPages", "usrbio": "UsrbioPages"}
 
 
 def open_url(
@@ -22,32 +28,37 @@ def open_url(
     direct_io: Literal["auto", "on", "off"] = "auto",
     read_thread_count: int | None = None,
     write_thread_count: int | None = None,
+    usrbio_library: str | None = None,
 ) -> PageStore:
-    """The store that a URL names, open: `posix:///path`, or `memory:`, which is a new one each
-    time. Raises ConfigError for any other, and what `PageStore.open` raises; there is no fallback
-    from one backend to another. The options are those of `posix`."""
+    """The store that a URL names, open: `posix:///path`, `usrbio:///path`, or `memory:`, which is a
+    new one each time. Raises ConfigError for any other, and what `PageStore.open` raises; there is
+    no fallback from one backend to another. `direct_io` is for `posix` alone, `usrbio_library` for
+    `usrbio`."""
     path = require_path(url)
+    scheme = split_url(url).scheme
     if path is None:
         store = MemoryPages(Medium(), clock, asked)
     else:
-        store = _posix_class()(
+        own = {"direct_io": direct_io} if scheme == "posix" else {"library": usrbio_library}
+        store = _native_class(scheme)(
             path,
             clock,
             asked,
-            direct_io=direct_io,
             read_thread_count=read_thread_count,
             write_thread_count=write_thread_count,
+            **own,
         )
     store.open()
     return store
 
 
 def require_path(url: str) -> Path | None:
-    """The folder of a posix URL; None for `memory:`. Raises ConfigError for any other URL."""
+    """The folder of a posix or usrbio URL; None for `memory:`. Raises ConfigError for any other
+    URL."""
     scheme, path = split_url(url)
     if url == "memory:":
         return None
-    if scheme == "posix" and url.startswith("posix:///") and path.strip("/"):
+    if scheme in _CLASSES and url.startswith(f"{scheme}:///") and path.strip("/"):
         return Path(path)
     near = difflib.get_close_matches(scheme, FORMS, n=1, cutoff=0.5)
     forms = [FORMS[name] for name in near] or list(FORMS.values())
@@ -56,13 +67,14 @@ def require_path(url: str) -> Path | None:
     )
 
 
-def _posix_class():
+def _native_class(scheme: str) -> type:
+    """`memory:` works without the native extension."""
     try:
-        from kvferry.pages.posix import PosixPages  # noqa: PLC0415 - `memory:` works without
+        module = importlib.import_module(f"kvferry.pages.{scheme}")
     except ImportError as error:
         raise ConfigError(
             "pages.native",
-            f"posix pages need the native extension, which does not load ({error}): install "
+            f"{scheme} pages need the native extension, which does not load ({error}): install "
             "kvferry again, with a C++ compiler at hand or from a wheel",
         ) from error
-    return PosixPages
+    return getattr(module, _CLASSES[scheme])

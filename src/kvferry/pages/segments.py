@@ -22,7 +22,7 @@ import msgspec
 from kvferry.clock import Clock
 from kvferry.errors import ConfigError, IncompatibleError
 from kvferry.layout import HEADER_BYTES, Address, PageGeometry
-from kvferry.pages import files, header
+from kvferry.pages import files, header, mounts
 from kvferry.pages.base import FoundPage, Outcome, SegmentFacts, StoreFacts, slot_offset_bytes
 from kvferry.pages.facts import Asked, decide, require_agreement, segment_facts
 
@@ -55,11 +55,22 @@ class Superblock(msgspec.Struct, frozen=True):
 
 
 class SegmentFiles:
-    """The files of one store. `open` first; afterwards any thread may call. Nothing is held open,
-    so there is nothing to close. Raises as `files.system_errors` says."""
+    """The files of one store. `is_sparse`: segments get their length but no blocks, and count by
+    their length; so it is on 3FS in any case, which has no preallocation. `open` first; afterwards
+    any thread may call. Nothing is held open, so there is nothing to close. Raises as
+    `files.system_errors` says."""
 
-    def __init__(self, root: Path, asked: Asked, clock: Clock, digest: header.Digest):
+    def __init__(
+        self,
+        root: Path,
+        asked: Asked,
+        clock: Clock,
+        digest: header.Digest,
+        *,
+        is_sparse: bool = False,
+    ):
         self._root = root
+        self._is_sparse = is_sparse
         self._segments = root / "segments"
         self._asked = asked
         self._clock = clock
@@ -70,6 +81,7 @@ class SegmentFiles:
         """Finds the store or makes it, and removes what others left half-made."""
         with files.system_errors("use the store", self._root):
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._is_sparse = self._is_sparse or mounts.is_on_3fs(self._root)
             superblock = read_superblock(self._root) or self._create_superblock()
             require_agreement(superblock.facts(), self._asked, str(self._root))
             self._segments.mkdir(mode=0o700, exist_ok=True)
@@ -163,17 +175,19 @@ class SegmentFiles:
                 os.close(descriptor)
 
     def used_bytes(self) -> int:
-        """Blocks allocated to all files of the store, half-made ones included."""
+        """What is allocated to all files of the store, half-made ones included."""
         with files.system_errors("measure", self._root):
-            blocks = {}
+            taken_bytes = {}
             for folder in (self._root, self._segments):
                 for entry in os.scandir(folder):
                     try:
                         status = entry.stat(follow_symlinks=False)
                     except FileNotFoundError:
                         continue
-                    blocks[status.st_ino] = status.st_blocks
-            return 512 * sum(blocks.values())
+                    taken_bytes[status.st_ino] = (
+                        status.st_size if self._is_sparse else 512 * status.st_blocks
+                    )
+            return sum(taken_bytes.values())
 
     def _numbers(self) -> list[int]:
         names = (_SEGMENT_NAME.fullmatch(entry.name) for entry in os.scandir(self._segments))
@@ -199,7 +213,10 @@ class SegmentFiles:
         try:
             descriptor = os.open(temporary, flags, 0o600)
             try:
-                os.posix_fallocate(descriptor, 0, self.facts.segment_bytes)
+                if self._is_sparse:
+                    os.ftruncate(descriptor, self.facts.segment_bytes)
+                else:
+                    os.posix_fallocate(descriptor, 0, self.facts.segment_bytes)
                 os.pwrite(descriptor, pack_segment_header(facts, self.facts, self._digest), 0)
             finally:
                 os.close(descriptor)

@@ -143,6 +143,9 @@ class FaultyPages:
         self._is_open = False
         self.inner.close()
 
+    def allocate(self, length_bytes: int) -> tuple[int, object] | None:
+        return self.inner.allocate(length_bytes)
+
     def register(self, address: int, length_bytes: int) -> None:
         self.inner.register(address, length_bytes)
 

@@ -7,7 +7,8 @@ from kvferry.clock import Clock
 from kvferry.layout import Address, PageGeometry
 from kvferry.pages.base import slot_offset_bytes
 from kvferry.pages.facts import Asked
-from kvferry.pages.posix import PosixPages, native_digest
+from kvferry.pages.file_pages import native_digest
+from kvferry.pages.posix import PosixPages
 from kvferry.pages.segments import SegmentFiles
 from kvferry.testing.places import ASKED
 

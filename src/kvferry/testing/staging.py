@@ -7,15 +7,18 @@ from dataclasses import dataclass, replace
 
 from kvferry.layout import HEADER_BYTES, Address, PageGeometry
 from kvferry.pages.base import Extent, PageId, PageStore, Result
+from kvferry.pages.buffers import memory_at
 
 
 class Buffer:
-    """Page-aligned anonymous memory, freed with the last reference to it."""
+    """Page-aligned memory, freed with the last reference to it: `allocated`, or anonymous."""
 
-    def __init__(self, length_bytes: int):
-        self._memory = mmap.mmap(-1, length_bytes)
-        self.view = memoryview(self._memory)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+    def __init__(self, length_bytes: int, allocated: tuple[int, object] | None = None):
+        if allocated is None:
+            memory = mmap.mmap(-1, length_bytes)
+            allocated = ctypes.addressof(ctypes.c_char.from_buffer(memory)), memory
+        self.address, self._keeper = allocated
+        self.view = memory_at(self.address, length_bytes)
         self.length_bytes = length_bytes
 
 
@@ -47,7 +50,8 @@ class Driver:
     def __init__(self, store: PageStore, geometry: PageGeometry, page_count: int = 4):
         self.store = store
         self.geometry = geometry
-        self.buffer = Buffer(page_count * geometry.page_bytes)
+        length_bytes = page_count * geometry.page_bytes
+        self.buffer = Buffer(length_bytes, store.allocate(length_bytes))
         store.register(self.buffer.address, self.buffer.length_bytes)
 
     def extent(

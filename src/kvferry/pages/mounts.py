@@ -36,6 +36,11 @@ def mount_of(path: Path, mounts: list[Mount]) -> Mount:
     return max(above, key=lambda mount: len(mount.point.parts), default=Mount(Path("/"), "unknown"))
 
 
+def is_on_3fs(path: Path) -> bool:
+    """Whether an existing path is on a mounted 3FS."""
+    return mount_of(path.resolve(), current_mounts()).kind in USERSPACE_3FS
+
+
 def current_mounts() -> list[Mount]:
     try:
         return parse_mounts(Path("/proc/self/mountinfo").read_text())

@@ -1,0 +1,50 @@
+// What one I/O thread of a UsrbioPool does with its ring, until the pool is closed.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "usrbio_pool.h"
+
+namespace kvferry {
+
+class RingWork {
+ public:
+  RingWork(UsrbioPool& pool, UsrbioPool::Queue& queue, const Hf3fsIor& ring)
+      : pool_(pool), queue_(queue), ring_(ring), ios_(pool.settings_.entry_max) {}
+
+  void run();
+
+ private:
+  struct Io {
+    std::shared_ptr<UsrbioPool::Task> task;  // none: the entry is free
+    size_t place = 0;                        // in the extent
+    size_t length_bytes = 0;
+    Deadline deadline;
+    bool is_overdue = false;
+  };
+
+  bool take();
+  void begin_all();
+  bool begin_next(const std::shared_ptr<UsrbioPool::Task>& task);
+  void finish_ready();
+  void finish(const Hf3fsCqe& done);
+  void end_if_done(const std::shared_ptr<UsrbioPool::Task>& task);
+  void look_for_overdue();
+  bool has_room() const { return timely_bytes_ < pool_.settings_.ring_bytes_max; }
+  bool is_full() const { return out_count_ == ios_.size(); }
+  size_t timely_count() const { return out_count_ - overdue_count_; }
+
+  UsrbioPool& pool_;
+  UsrbioPool::Queue& queue_;
+  Hf3fsIor ring_;
+  std::vector<Io> ios_;
+  std::deque<std::shared_ptr<UsrbioPool::Task>> begun_;  // taken, not all of it in the ring
+  size_t out_count_ = 0;
+  size_t overdue_count_ = 0;
+  size_t timely_bytes_ = 0;
+  bool is_submitted_ = true;
+};
+
+}  // namespace kvferry

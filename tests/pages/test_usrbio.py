@@ -1,0 +1,207 @@
+"""Pages on 3FS through the emulated library: the contract, its faults, what it leaves behind."""
+
+import errno
+import os
+from contextlib import contextmanager
+
+import pytest
+
+pytest.importorskip("kvferry._native")
+from kvferry.errors import InternalError
+from kvferry.layout import Address, PageGeometry
+from kvferry.pages.base import Outcome
+from kvferry.pages.facts import Asked
+from kvferry.testing.pages import GEOMETRY, HOME, NAMESPACE, PageStoreSuite
+from kvferry.testing.staging import Buffer, Driver, page_id
+
+from .usrbio_place import UsrbioPlace
+
+PAGE = page_id("a")
+DISORDER = {"reorder": 1, "fewer": 1, "implicit": 0.3, "delay_us": 300}
+MIB = 1 << 20
+
+
+class TestUsrbio(PageStoreSuite):
+    @pytest.fixture
+    def place(self, emulation):
+        return UsrbioPlace(emulation)
+
+
+class TestInDisorder(PageStoreSuite):
+    """Completions late and in any order, waits that return some of them, begun before submit."""
+
+    @pytest.fixture
+    def place(self, emulation):
+        emulation.configure(seed=3, **DISORDER)
+        return UsrbioPlace(emulation)
+
+
+@contextmanager
+def opened(emulation, page_count=4, geometry=GEOMETRY, asked=None, **options):
+    """A driver on a store with segment 1."""
+    store = UsrbioPlace(emulation, **options).store(*[asked] if asked else [])
+    store.open()
+    store.create_segment(1, NAMESPACE, geometry)
+    yield Driver(store, geometry, page_count)
+    store.close()
+
+
+def _open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_after_close_nothing_is_left(emulation):
+    with opened(emulation) as driver:
+        driver.write(PAGE, HOME)
+        assert len(emulation.links()) == 1
+        assert emulation.count("files") == 1
+        before = _open_files()
+    assert emulation.left_over() == []
+    assert _open_files() < before
+
+
+def test_memory_of_others_is_refused(emulation):
+    with opened(emulation) as driver, pytest.raises(InternalError, match="allocate"):
+        driver.store.register(Buffer(4096).address, 4096)
+
+
+@pytest.mark.parametrize(
+    ("fault", "number", "outcome"),
+    [
+        ("eio", errno.EIO, Outcome.IO_ERROR),
+        ("eremoteio", errno.EREMOTEIO, Outcome.IO_ERROR),
+        ("eintr", errno.EINTR, Outcome.IO_ERROR),
+        ("enospc", errno.ENOSPC, Outcome.NO_SPACE),
+    ],
+)
+def test_what_the_daemon_refuses_is_a_result_with_its_number(emulation, fault, number, outcome):
+    with opened(emulation) as driver:
+        before = emulation.count(fault)
+        emulation.configure(**{fault: 1})
+        result = driver.write(PAGE, HOME)
+        assert (result.outcome, result.errno) == (outcome, number)
+        assert emulation.count(fault) == before + 1
+        if fault != "enospc":
+            result = driver.read(PAGE, HOME).result
+            assert (result.outcome, result.errno) == (outcome, number)
+        emulation.configure()
+        assert driver.write(PAGE, HOME).outcome is Outcome.OK
+        assert driver.read(PAGE, HOME).result.outcome is Outcome.OK
+
+
+def test_a_hole_is_absent_and_not_zeros(emulation):
+    with opened(emulation) as driver:
+        before = emulation.count("holes"), emulation.count("zeros")
+        assert driver.read(PAGE, HOME).result.outcome is Outcome.ABSENT
+        assert emulation.count("holes") == before[0] + 1
+        assert emulation.count("zeros") == before[1], "an error, not zeros"
+
+
+def test_a_late_completion_is_a_result_and_counts_as_overdue(emulation):
+    with opened(emulation, io_deadline_s=0.05) as driver:
+        driver.write(PAGE, HOME)
+        emulation.configure(late=1, late_ms=300)
+        read = driver.read(PAGE, HOME)
+        assert read.result.outcome is Outcome.OK
+        assert driver.store.overdue_count == 1
+        assert emulation.count("late") >= 1
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_completion_that_never_comes_holds_its_buffer_and_nothing_else(emulation, is_read):
+    """Other I/O goes on, also where all that may be in flight is lost."""
+    options = {"io_deadline_s": 0.05, "ring_bytes_max": 1, "read_thread_count": 1}
+    store = UsrbioPlace(emulation, write_thread_count=1, **options).store()
+    store.open()
+    store.create_segment(1, NAMESPACE, GEOMETRY)
+    driver = Driver(store, GEOMETRY)
+    driver.write(PAGE, HOME)
+    before = emulation.count("lost")
+    emulation.configure(lost=1)
+    lost = driver.extent(PAGE, HOME, None, 1)
+    driver.fill(lost)
+    submit = store.submit_reads if is_read else store.submit_writes
+    submit([lost])
+    assert store.wait(0.3) == []
+    assert emulation.count("lost") == before + 1
+    assert store.overdue_count == 1
+    emulation.configure()
+    assert driver.write(page_id("b"), Address(1, 5)).outcome is Outcome.OK
+    assert driver.read(page_id("b"), Address(1, 5)).result.outcome is Outcome.OK
+    assert store.poll() == []
+    store._pool.close(0.01)  # not five seconds
+    store.close()
+    assert emulation.count("rings") >= 1, "the ring of what is out stays"
+    assert emulation.count("files") >= 1, "so does its file"
+    assert emulation.links(), "and so does its memory"
+
+
+def test_an_extent_of_many_ios_is_one_result(emulation):
+    """I/Os end at multiples of 4 MiB in the file, whatever the slices."""
+    geometry = PageGeometry(slice_count=3, payload_bytes=3 * MIB, chunk_tokens=16)
+    asked = Asked(64 * MIB, 64 << 10, 32 * MIB)
+    emulation.configure(seed=5, **DISORDER)
+    with opened(emulation, 2, geometry, asked) as driver:
+        before = emulation.count("writes")
+        assert driver.write(PAGE, Address(1, 1)).outcome is Outcome.OK
+        start = 64 * 1024 + geometry.slot_bytes(64 * 1024)
+        end = start + geometry.page_bytes
+        assert emulation.count("writes") - before == -(-end // (4 * MIB)) - start // (4 * MIB)
+        read = driver.read(PAGE, Address(1, 1))
+        assert read.result.outcome is Outcome.OK
+        assert read.payloads == driver.expected(driver.extent(PAGE, Address(1, 1)))
+
+
+def test_slots_of_whole_chunks_are_written_without_partial_ones(emulation):
+    """What two ranks that share a page cost: docs/3fs.md."""
+    geometry = PageGeometry(slice_count=2, payload_bytes=MIB - 4096, chunk_tokens=16)
+    with opened(emulation, 2, geometry, Asked(64 * MIB, MIB, 16 * MIB)) as driver:
+        before = emulation.count("partial_chunk_writes")
+        for half in (range(1), range(1, 2)):
+            assert driver.write(PAGE, Address(1, 1), half).outcome is Outcome.OK
+        assert emulation.count("partial_chunk_writes") == before
+
+
+def test_many_pages_by_all_threads_in_disorder(emulation):
+    asked = Asked(64 * MIB, 4096, 8 * MIB)
+    with opened(
+        emulation, 64, GEOMETRY, asked, read_thread_count=8, write_thread_count=8
+    ) as driver:
+        emulation.configure(seed=11, eio=0.05, **DISORDER)
+        before = emulation.count("eio")
+        pages = [page_id(str(number)) for number in range(64)]
+        extents = [driver.extent(p, Address(1, n), None, n) for n, p in enumerate(pages)]
+        written = set()
+        for _ in range(5):
+            for extent in extents:
+                driver.fill(extent)
+            driver.store.submit_writes(extents)
+            written |= {r.index for r in driver.results(64) if r.outcome is Outcome.OK}
+            for extent in extents:
+                driver.spoil(extent)
+            driver.store.submit_reads(extents)
+            for result in driver.results(64):
+                assert result.outcome in (Outcome.OK, Outcome.IO_ERROR, Outcome.ABSENT)
+                if result.outcome is Outcome.OK:
+                    extent = extents[result.index]
+                    assert driver.payloads(extent) == driver.expected(extent)
+        assert emulation.count("eio") > before
+        assert written == set(range(64))
+    emulation.configure()
+    assert emulation.left_over() == []
+
+
+def test_a_forked_child_takes_nothing_from_its_parent(emulation):
+    with opened(emulation) as driver:
+        driver.write(PAGE, HOME)
+        child = os.fork()
+        if child == 0:
+            try:
+                driver.store.submit_reads([driver.extent(PAGE, HOME)])
+            except RuntimeError:
+                driver.store.close()
+                os._exit(7)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert len(emulation.links()) == 1
+        assert driver.read(PAGE, HOME).result.outcome is Outcome.OK
