@@ -11,6 +11,7 @@ from kvferry.errors import IncompatibleError, UnavailableError
 from kvferry.transfer import consumer_rank
 from kvferry.transfer.halves import Load, Report, Watch
 from kvferry.transfer.memory import Motion
+from kvferry.transfer.messages import Claim
 from kvferry.transfer.mover import Mover
 from kvferry.transfer.params import Offer
 from tests.transfer.rig import SETTINGS, TOKENS, Rig
@@ -385,6 +386,31 @@ def test_a_peer_that_cannot_be_reached_yet_takes_no_memory(rig, monkeypatch):
     assert len(attempts) > 2 and rig.link._tables == {}
     rig.clock.advance(SETTINGS.redial_s)
     rig.granted("s", name="other")
+
+
+def test_a_reader_that_died_is_not_connected_to_for_each_of_its_claims(rig, monkeypatch):
+    """Each attempt costs the producer a socket that UCX never closes."""
+    connect, attempts = rig.source_link.connect, []
+
+    def gone(description):
+        attempts.append(description)
+        raise UnavailableError("link.connect", "connection refused")
+
+    offers = [rig.hold(name) for name in ("a", "b", "c")]
+    claims = [
+        Claim("reader", b"where", serial, offer.transfer, 0, 1, True)
+        for serial, offer in enumerate(offers, 1)
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.source_link, "connect", gone)
+        for claim in claims:
+            rig.source_rank.take(claim)
+        assert len(attempts) == 1
+        rig.clock.advance(SETTINGS.redial_s)
+        rig.source_rank.take(claims[0])
+        assert len(attempts) == 2
+    assert rig.source_link.connect == connect
+    rig.granted("r", name="d")
 
 
 def test_when_the_producers_mover_stands_aside_leases_still_end(rig):

@@ -39,6 +39,7 @@ class ProducerRank:
         self._book = LeaseBook(settings, clock)
         self._answers: deque[tuple[Claim, Grant]] = deque()
         self._readers: dict[str, _Reader] = {}
+        self._away: dict[bytes, float] = {}
 
     # Engine's thread
 
@@ -118,12 +119,19 @@ class ProducerRank:
             self._forget(name)  # what is known of the way is stale: the next claim connects anew
 
     def _meet(self, claim: Claim) -> bool:
-        """Knows the way back to who sent it, by what it says."""
+        """Knows the way back to who sent it, by what it says. Who cannot be reached is left alone
+        for a while: he may have died with many claims under way, and each connection to a process
+        that is gone costs a socket for ever (UCX over tcp, NIXL 1.5.1)."""
         reader = self._readers.get(claim.sender)
         if reader is None or reader.description != claim.description:
+            now_s = self._clock.now_s()
+            if now_s < self._away.get(claim.description, now_s):
+                return False
             try:
                 name = self._link.connect(claim.description)
             except (IncompatibleError, UnavailableError):
+                self._away = {who: end_s for who, end_s in self._away.items() if now_s < end_s}
+                self._away[claim.description] = now_s + self._settings.redial_s
                 return False
             reader = self._readers[name] = _Reader(claim.description)
         reader.heard_s = self._clock.now_s()
