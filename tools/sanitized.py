@@ -46,7 +46,7 @@ def main() -> None:
         done = subprocess.run(
             [sys.executable, "-c", RUN, folder, str(ROOT), *(tests or DEFAULT_TESTS)],
             cwd=ROOT,
-            env={**os.environ, **OPTIONS, "LD_PRELOAD": runtime},
+            env={**os.environ, **OPTIONS, "LD_PRELOAD": f"{runtime} libstdc++.so.6"},
             check=False,
         )
     sys.exit(done.returncode)
