@@ -98,6 +98,15 @@ class EngineProcess:
             process.wait()
         process.stdout.close()
 
+    def kill(self) -> None:
+        """At once, in the middle of whatever it does."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            process.stdin.close()
+            process.stdout.close()
+
     def _line(self, operation: str) -> bytes:
         give_up_s = self._clock.now_s() + self._answer_s
         output = self._process.stdout

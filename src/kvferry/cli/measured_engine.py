@@ -75,12 +75,21 @@ class MeasuredEngine:
         }
 
     def ask(
-        self, prompts: Sequence[Sequence[int]], answer_tokens: int = 1, is_reset: bool = False
+        self,
+        prompts: Sequence[Sequence[int]],
+        answer_tokens: int = 1,
+        is_reset: bool = False,
+        transfers: Sequence[Mapping[str, Any] | None] | None = None,
     ) -> list[dict[str, Any]]:
         """One prompt after the other: the milliseconds to the end of each answer (of one token:
         the time to first token), and the answer. `is_reset`: what the engine itself has cached
-        is forgotten before each. Answers of several tokens have log-probabilities."""
-        return [self._ask(prompt, answer_tokens, is_reset) for prompt in prompts]
+        is forgotten before each. Answers of several tokens have log-probabilities. `transfers`:
+        what each request carries for a transfer connector."""
+        carried = transfers or [None] * len(prompts)
+        return [
+            self._ask(prompt, sampling(answer_tokens, answer_tokens > 1, transfer), is_reset)
+            for prompt, transfer in zip(prompts, carried, strict=True)
+        ]
 
     def batch(self, prompts: Sequence[Sequence[int]]) -> float:
         """All prompts at once: seconds to the last first token."""
@@ -100,7 +109,7 @@ class MeasuredEngine:
         give_up_s = self._clock.now_s() + duration_s
         while self._clock.now_s() < give_up_s:
             self._clock.sleep(IDLE_S)
-            self._ask([1, 2, 3], 1, False)
+            self._ask([1, 2, 3], sampling(1), False)
 
     def metrics(self) -> dict[str, float]:
         """kvferry's counters and gauges; those with a label as "name:label"."""
@@ -144,11 +153,13 @@ class MeasuredEngine:
         self.llm.llm_engine.add_request(str(self._count), request, parameters)
         return str(self._count)
 
-    def _ask(self, prompt: Sequence[int], answer_tokens: int, is_reset: bool) -> dict[str, Any]:
+    def _ask(
+        self, prompt: Sequence[int], parameters: SamplingParams, is_reset: bool
+    ) -> dict[str, Any]:
         if is_reset:
             self.llm.reset_prefix_cache()
         started_s = self._clock.now_s()
-        self.add(prompt, sampling(answer_tokens, with_logprobs=answer_tokens > 1))
+        self.add(prompt, parameters)
         output = None
         while self.llm.llm_engine.has_unfinished_requests():
             output = next(iter(self.llm.llm_engine.step()), output)
@@ -160,6 +171,7 @@ class MeasuredEngine:
             "cached_tokens": output.num_cached_tokens,
             "tokens": list(answer.token_ids),
             "logprobs": [step[token].logprob for token, step in steps],
+            "transfer": output.kv_transfer_params,
         }
 
     def _watch_pages(self, *bytes_per_s: float | None) -> None:
@@ -173,12 +185,17 @@ class MeasuredEngine:
         build.open_pages = open_watched_pages
 
 
-def sampling(answer_tokens: int, *, with_logprobs: bool = False) -> SamplingParams:
-    """Greedy, to the last token."""
+def sampling(
+    answer_tokens: int,
+    with_logprobs: bool = False,
+    transfer: Mapping[str, Any] | None = None,
+) -> SamplingParams:
+    """Greedy, to the last token. `transfer`: for a transfer connector."""
     return SamplingParams(
         temperature=0.0,
         max_tokens=answer_tokens,
         ignore_eos=True,
         detokenize=False,
         logprobs=1 if with_logprobs else None,
+        extra_args={"kv_transfer_params": dict(transfer)} if transfer else None,
     )
