@@ -78,7 +78,7 @@ ENVIRONMENT = {"environ", "environb", "getenv", "putenv", "unsetenv"}
 EDGES = (
     "vllm_plugin/facade.py",
     "catalog/runner.py",
-    "offload/mover.py",
+    "offload/worker/mover.py",
     "transfer/handshake.py",
     "transfer/mover.py",
 )
@@ -340,11 +340,11 @@ BAD = [
     (layers, "keys.py", "from kvferry.pages import base"),
     (layers, "pages/posix.py", "from kvferry.catalog.base import Hit"),
     (layers, "pages/posix.py", "def f():\n    from kvferry import offload"),
-    (layers, "offload/jobs.py", "from ..vllm_plugin import facade"),
-    (layers, "offload/jobs.py", "from kvferry.testing import clock"),
+    (layers, "offload/worker/jobs.py", "from ..vllm_plugin import facade"),
+    (layers, "offload/worker/jobs.py", "from kvferry.testing import clock"),
     (layers, "__init__.py", "import kvferry.keys"),
     (layers, "novel.py", ""),
-    (third_party, "offload/jobs.py", "import torch"),
+    (third_party, "offload/worker/jobs.py", "import torch"),
     (third_party, "cli/demo.py", "def f():\n    import vllm.version"),
     (third_party, "pages/posix.py", "import lmdb"),
     (third_party, "keys.py", "import numpy as np"),

@@ -15,7 +15,7 @@ from typing import Any
 from kvferry.device.base import Done, Piece
 from kvferry.device.host import HostCopier
 from kvferry.offload import build
-from kvferry.offload.store_jobs import StoreJobs
+from kvferry.offload.worker.store_jobs import StoreJobs
 from kvferry.transfer.nixl_link import NixlLink
 
 FASTEST_S = 0.02

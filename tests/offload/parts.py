@@ -6,8 +6,8 @@ from kvferry.config import Config
 from kvferry.keys import chunk_key
 from kvferry.metrics import Metrics
 from kvferry.offload.base import Identity, Part, Plan, Report, Step
-from kvferry.offload.growth import Growth
-from kvferry.offload.planner import Planner
+from kvferry.offload.scheduler.planner import Planner
+from kvferry.offload.space.growth import Growth
 from kvferry.pages.facts import Asked
 from kvferry.pages.memory import Medium, MemoryPages
 from kvferry.testing.clock import ManualClock

@@ -17,7 +17,7 @@ from kvferry.layout import Address
 from kvferry.metrics import Metrics
 from kvferry.offload import build
 from kvferry.offload.build import Backends, _Tenure
-from kvferry.offload.room import space_of
+from kvferry.offload.space.room import space_of
 from kvferry.testing.staging import Driver, page_id
 from kvferry.testing.valkey import ServerProcess
 from tests.offload.parts import make_part

@@ -7,8 +7,8 @@ from kvferry.catalog.memory import MemoryCatalog
 from kvferry.catalog.runner import Runner
 from kvferry.errors import InternalError
 from kvferry.metrics import Metrics
-from kvferry.offload.growth import FULL_S, MAKE_S, Growth
-from kvferry.offload.room import Room, unpack
+from kvferry.offload.space.growth import FULL_S, MAKE_S, Growth
+from kvferry.offload.space.room import Room, unpack
 from kvferry.pages.facts import Asked
 from kvferry.pages.memory import Medium, MemoryPages
 from kvferry.testing.clock import ManualClock

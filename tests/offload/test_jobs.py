@@ -11,12 +11,12 @@ from kvferry.device.staging import Staging
 from kvferry.layout import Address, Placement, Region
 from kvferry.metrics import Metrics
 from kvferry.offload.base import SLOT, Identity, Load, LocalPart, Plan, Span, Store
-from kvferry.offload.jobs import Jobs
-from kvferry.offload.load_jobs import LoadJobs
-from kvferry.offload.mover import Mover
-from kvferry.offload.ranks import RankPart
-from kvferry.offload.store_jobs import StoreJobs
-from kvferry.offload.trial import Trial
+from kvferry.offload.worker.jobs import Jobs
+from kvferry.offload.worker.load_jobs import LoadJobs
+from kvferry.offload.worker.mover import Mover
+from kvferry.offload.worker.ranks import RankPart
+from kvferry.offload.worker.store_jobs import StoreJobs
+from kvferry.offload.worker.trial import Trial
 from kvferry.pages.base import Outcome
 from kvferry.pages.facts import Asked
 from kvferry.pages.header import Digest

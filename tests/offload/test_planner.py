@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from kvferry.catalog.base import Commit
-from kvferry.offload import due, planner
 from kvferry.offload.base import Report
-from kvferry.offload.room import space_of, unpack
+from kvferry.offload.scheduler import due, planner
+from kvferry.offload.space.room import space_of, unpack
 from tests.offload.parts import CONFIG, Bench, PlainRequest, make_part
 
 TOKENS = list(range(100, 132))  # four chunks of 8

@@ -3,8 +3,8 @@
 import pytest
 
 from kvferry.errors import IncompatibleError
-from kvferry.offload.agreement import Agreement
 from kvferry.offload.base import Identity, Report
+from kvferry.offload.scheduler.agreement import Agreement
 from tests.offload.parts import Bench, PlainRequest, make_part
 
 STORE = b"s" * 16

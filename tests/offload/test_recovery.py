@@ -8,8 +8,8 @@ from kvferry.catalog.memory import MemoryCatalog
 from kvferry.catalog.snapshot import SegmentState
 from kvferry.layout import Address
 from kvferry.metrics import Metrics
-from kvferry.offload.recovery import recover
-from kvferry.offload.room import space_of
+from kvferry.offload.space.recovery import recover
+from kvferry.offload.space.room import space_of
 from kvferry.pages.facts import Asked
 from kvferry.pages.memory import Medium, MemoryPages
 from kvferry.testing.clock import ManualClock

@@ -2,10 +2,10 @@
 
 from kvferry.catalog.base import Slot
 from kvferry.layout import Address
-from kvferry.offload.cost import PREFILL_TOKENS_MIN, TRIAL_EVERY_S, CostModel
-from kvferry.offload.origin import Origins
-from kvferry.offload.quarantine import Quarantine
-from kvferry.offload.room import Demand, SlotPool, pack, unpack
+from kvferry.offload.scheduler.cost import PREFILL_TOKENS_MIN, TRIAL_EVERY_S, CostModel
+from kvferry.offload.scheduler.origin import Origins
+from kvferry.offload.scheduler.quarantine import Quarantine
+from kvferry.offload.space.room import Demand, SlotPool, pack, unpack
 from kvferry.testing.clock import ManualClock
 from tests.offload.parts import make_part
 

@@ -3,7 +3,7 @@
 import pytest
 
 from kvferry.offload.base import Plan
-from kvferry.offload.trial import Trial
+from kvferry.offload.worker.trial import Trial
 from tests.offload.test_jobs import NAMES, PART, Worker
 
 

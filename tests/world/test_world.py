@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.offload import cost, due, load_jobs, planner, store_jobs
-from kvferry.offload.agreement import Agreement
-from kvferry.offload.origin import Origins
+from kvferry.offload.scheduler import cost, due, planner
+from kvferry.offload.scheduler.agreement import Agreement
+from kvferry.offload.scheduler.origin import Origins
+from kvferry.offload.worker import load_jobs, store_jobs
 from kvferry.pages import memory
 from kvferry.pages.base import Outcome, Result
 from kvferry.testing.catalog_faults import CatalogFault

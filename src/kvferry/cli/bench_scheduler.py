@@ -25,7 +25,7 @@ from kvferry.errors import UnavailableError
 from kvferry.metrics import Metrics
 from kvferry.offload.base import Identity, Part, Report, Step
 from kvferry.offload.build import open_planner
-from kvferry.offload.planner import Planner
+from kvferry.offload.scheduler.planner import Planner
 from kvferry.pages.segments import read_superblock
 
 BLOCK_TOKENS = 16

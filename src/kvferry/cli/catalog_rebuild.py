@@ -13,7 +13,7 @@ from kvferry.cli.opened import OpenedStore, existing_root, open_store
 from kvferry.clock import Clock, SystemClock
 from kvferry.errors import IncompatibleError
 from kvferry.metrics import Metrics
-from kvferry.offload.recovery import Recovered, recover
+from kvferry.offload.space.recovery import Recovered, recover
 from kvferry.pages.owner import OWNER_LEASE_S, StoreOwnership
 
 

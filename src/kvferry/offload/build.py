@@ -24,15 +24,15 @@ from kvferry.device.staging import Staging, memory_from
 from kvferry.errors import ConfigError, IncompatibleError
 from kvferry.metrics import Metrics
 from kvferry.offload.base import Identity, LocalPart
-from kvferry.offload.growth import PATIENCE_S, Growth
-from kvferry.offload.jobs import Jobs
-from kvferry.offload.load_jobs import LoadJobs
-from kvferry.offload.mover import Mover
-from kvferry.offload.planner import Planner
-from kvferry.offload.ranks import RankPart
-from kvferry.offload.recovery import recover
-from kvferry.offload.store_jobs import StoreJobs
-from kvferry.offload.trial import Trial
+from kvferry.offload.scheduler.planner import Planner
+from kvferry.offload.space.growth import PATIENCE_S, Growth
+from kvferry.offload.space.recovery import recover
+from kvferry.offload.worker.jobs import Jobs
+from kvferry.offload.worker.load_jobs import LoadJobs
+from kvferry.offload.worker.mover import Mover
+from kvferry.offload.worker.ranks import RankPart
+from kvferry.offload.worker.store_jobs import StoreJobs
+from kvferry.offload.worker.trial import Trial
 from kvferry.pages.base import PageStore, StoreFacts
 from kvferry.pages.facts import Asked
 from kvferry.pages.open import open_url as open_pages

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvferry.offload.base import Identity, Plan, Step
-from kvferry.offload.planner import Planner
+from kvferry.offload.scheduler.planner import Planner
 from kvferry.vllm_plugin.messages import WorkerMetadata
 from kvferry.vllm_plugin.request import Adapters, EngineRequest
 from kvferry.vllm_plugin.sharing import EVERYTHING, Sharing

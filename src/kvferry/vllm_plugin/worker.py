@@ -14,7 +14,7 @@ from kvferry.errors import UnavailableError
 from kvferry.metrics import Metrics
 from kvferry.offload.base import Finished, LocalPart, Plan
 from kvferry.offload.build import OpenedCopiers, open_jobs
-from kvferry.offload.jobs import Jobs
+from kvferry.offload.worker.jobs import Jobs
 from kvferry.vllm_plugin import refusals
 from kvferry.vllm_plugin.identity import Rank, local_parts
 from kvferry.vllm_plugin.messages import encode

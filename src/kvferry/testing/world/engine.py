@@ -8,8 +8,8 @@ import msgspec
 from kvferry.catalog.runner import Runner
 from kvferry.metrics import Metrics
 from kvferry.offload.base import Finished, Report
-from kvferry.offload.growth import Growth
-from kvferry.offload.planner import Planner
+from kvferry.offload.scheduler.planner import Planner
+from kvferry.offload.space.growth import Growth
 from kvferry.testing.clock import Chance
 from kvferry.testing.runner import PromptRunner
 from kvferry.testing.world.blocks import BlockPool

@@ -8,12 +8,12 @@ from kvferry.catalog.runner import Runner
 from kvferry.device.staging import Staging
 from kvferry.metrics import Metrics
 from kvferry.offload.base import Finished, Identity, LocalPart, Part, Plan, Report
-from kvferry.offload.jobs import Jobs
-from kvferry.offload.load_jobs import LoadJobs
-from kvferry.offload.mover import Mover
-from kvferry.offload.ranks import RankPart
-from kvferry.offload.store_jobs import StoreJobs
-from kvferry.offload.trial import Trial
+from kvferry.offload.worker.jobs import Jobs
+from kvferry.offload.worker.load_jobs import LoadJobs
+from kvferry.offload.worker.mover import Mover
+from kvferry.offload.worker.ranks import RankPart
+from kvferry.offload.worker.store_jobs import StoreJobs
+from kvferry.offload.worker.trial import Trial
 from kvferry.pages.memory import digest
 from kvferry.testing.clock import Chance
 from kvferry.testing.copier import ReferenceCopier

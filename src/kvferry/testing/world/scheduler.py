@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from kvferry.offload.base import Finished, Plan
 from kvferry.offload.base import Step as PlannerStep
-from kvferry.offload.planner import Planner
+from kvferry.offload.scheduler.planner import Planner
 from kvferry.testing.clock import Chance
 from kvferry.testing.copier import POLLS_MAX
 from kvferry.testing.world.blocks import BlockPool, Tables

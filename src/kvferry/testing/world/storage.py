@@ -7,7 +7,7 @@ from kvferry.catalog.memory import MemoryCatalog
 from kvferry.catalog.snapshot import check_invariants
 from kvferry.layout import HEADER_BYTES, Address, PageGeometry
 from kvferry.metrics import Metrics
-from kvferry.offload.recovery import recover
+from kvferry.offload.space.recovery import recover
 from kvferry.pages import header
 from kvferry.pages.base import Extent, Outcome, PageStore, Result
 from kvferry.pages.buffers import memory_at

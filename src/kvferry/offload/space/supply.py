@@ -12,7 +12,7 @@ from kvferry.clock import Clock
 from kvferry.config import Config
 from kvferry.metrics import Metrics
 from kvferry.offload.base import SLOT, Part
-from kvferry.offload.room import Demand, Reserved, Room, SlotPool
+from kvferry.offload.space.room import Demand, Reserved, Room, SlotPool
 from kvferry.pages.base import StoreFacts
 
 RESERVED_AHEAD_MAX = 4096

@@ -27,7 +27,7 @@ from kvferry.device.base import Copier, Done, Piece
 from kvferry.device.staging import Staging
 from kvferry.metrics import Metrics
 from kvferry.offload.base import Chunk, Store
-from kvferry.offload.ranks import RankPart
+from kvferry.offload.worker.ranks import RankPart
 from kvferry.pages.base import Extent, Outcome, PageStore, Result
 
 FENCE_TIMEOUT_S = 1.0

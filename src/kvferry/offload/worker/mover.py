@@ -15,9 +15,9 @@ from kvferry.catalog.runner import Runner, Ticket, TicketState
 from kvferry.clock import Clock
 from kvferry.config import Config
 from kvferry.metrics import Metrics
-from kvferry.offload.load_jobs import LoadJobs
-from kvferry.offload.store_jobs import StoreJob, StoreJobs, commit_of
-from kvferry.offload.trial import Trial
+from kvferry.offload.worker.load_jobs import LoadJobs
+from kvferry.offload.worker.store_jobs import StoreJob, StoreJobs, commit_of
+from kvferry.offload.worker.trial import Trial
 from kvferry.pages.base import PageStore
 
 log = logging.getLogger(__name__)

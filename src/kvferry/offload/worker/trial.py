@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from kvferry.catalog.runner import Runner, Ticket, TicketState
 from kvferry.clock import Clock
 from kvferry.device.staging import Staging
-from kvferry.offload.ranks import RankPart
+from kvferry.offload.worker.ranks import RankPart
 from kvferry.pages.base import Extent, FoundPage, Outcome, PageStore, Result
 
 TRIAL_BYTES = 64 << 20

@@ -15,10 +15,10 @@ from kvferry.config import Config
 from kvferry.device.staging import Staging
 from kvferry.metrics import Metrics
 from kvferry.offload.base import Finished, Identity, Load, Plan, Report, Store
-from kvferry.offload.load_jobs import BadPage, LoadJob, LoadJobs
-from kvferry.offload.mover import Mover
-from kvferry.offload.ranks import RankPart
-from kvferry.offload.store_jobs import StoreJobs
+from kvferry.offload.worker.load_jobs import BadPage, LoadJob, LoadJobs
+from kvferry.offload.worker.mover import Mover
+from kvferry.offload.worker.ranks import RankPart
+from kvferry.offload.worker.store_jobs import StoreJobs
 
 EMPTY_STEP_WAIT_S = 0.0005
 """A step that computes nothing is taken because requests wait for us: it lets the threads that

@@ -15,10 +15,10 @@ from kvferry.keys import DIGEST_BYTES
 from kvferry.metrics import Metrics
 from kvferry.offload.base import SLOT, Load, Part, Span, Tables
 from kvferry.offload.chunks import first_needed_chunk, servable_boundary, span_blocks
-from kvferry.offload.cost import CostModel
-from kvferry.offload.lookup import PIECE_CHUNKS, Hasher, Lookup, PartAnswer
-from kvferry.offload.quarantine import Quarantine
-from kvferry.offload.record import Chain, Record
+from kvferry.offload.scheduler.cost import CostModel
+from kvferry.offload.scheduler.lookup import PIECE_CHUNKS, Hasher, Lookup, PartAnswer
+from kvferry.offload.scheduler.quarantine import Quarantine
+from kvferry.offload.scheduler.record import Chain, Record
 
 ASKS_MAX = 64
 """Lookups of one request at most: one that is preempted for ever must not flood the catalog."""

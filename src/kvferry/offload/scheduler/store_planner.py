@@ -12,10 +12,10 @@ from kvferry.keys import DIGEST_BYTES
 from kvferry.metrics import Metrics
 from kvferry.offload.base import SLOT, Part, Request, Span, Store, Tables
 from kvferry.offload.chunks import NULL_BLOCK
-from kvferry.offload.lookup import Hasher, chunk_keys, rows
-from kvferry.offload.quarantine import Quarantine
-from kvferry.offload.record import Chain, Record
-from kvferry.offload.room import SlotPool
+from kvferry.offload.scheduler.lookup import Hasher, chunk_keys, rows
+from kvferry.offload.scheduler.quarantine import Quarantine
+from kvferry.offload.scheduler.record import Chain, Record
+from kvferry.offload.space.room import SlotPool
 
 RECENT_KEYS_MAX = 65536
 """Keys planned lately: until `store_s` has passed, when the store has ended one way or the other,

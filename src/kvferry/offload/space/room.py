@@ -14,7 +14,7 @@ from kvferry.catalog.base import Catalog, Slot, Space
 from kvferry.layout import Address
 from kvferry.metrics import Metrics
 from kvferry.offload.base import SLOT, Part
-from kvferry.offload.growth import Growth
+from kvferry.offload.space.growth import Growth
 from kvferry.pages.base import PageStore, StoreFacts, slot_count
 
 SEGMENTS_PER_CALL_MAX = 8

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from kvferry.catalog.runner import Ticket
 from kvferry.keys import ROOT_PARENT
 from kvferry.offload.base import Request
-from kvferry.offload.lookup import Lookup, PartAnswer
+from kvferry.offload.scheduler.lookup import Lookup, PartAnswer
 
 
 @dataclass(slots=True)

@@ -21,19 +21,19 @@ from kvferry.clock import Clock
 from kvferry.config import Config
 from kvferry.errors import IncompatibleError
 from kvferry.metrics import Metrics
-from kvferry.offload.agreement import Agreement
 from kvferry.offload.base import Load, Plan, Report, Request, Step, Store, Tables
-from kvferry.offload.cost import PREFILL_TOKENS_MIN, CostModel
-from kvferry.offload.due import Due
-from kvferry.offload.growth import Growth
-from kvferry.offload.lookup import Hasher
-from kvferry.offload.matcher import Matcher
-from kvferry.offload.origin import Origins
-from kvferry.offload.quarantine import Quarantine
-from kvferry.offload.record import Record
-from kvferry.offload.room import Room
-from kvferry.offload.store_planner import StorePlanner
-from kvferry.offload.supply import Supply
+from kvferry.offload.scheduler.agreement import Agreement
+from kvferry.offload.scheduler.cost import PREFILL_TOKENS_MIN, CostModel
+from kvferry.offload.scheduler.due import Due
+from kvferry.offload.scheduler.lookup import Hasher
+from kvferry.offload.scheduler.matcher import Matcher
+from kvferry.offload.scheduler.origin import Origins
+from kvferry.offload.scheduler.quarantine import Quarantine
+from kvferry.offload.scheduler.record import Record
+from kvferry.offload.scheduler.store_planner import StorePlanner
+from kvferry.offload.space.growth import Growth
+from kvferry.offload.space.room import Room
+from kvferry.offload.space.supply import Supply
 from kvferry.pages.base import PageStore, StoreFacts
 
 log = logging.getLogger(__name__)

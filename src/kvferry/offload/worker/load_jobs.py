@@ -25,7 +25,7 @@ from kvferry.device.staging import Staging
 from kvferry.metrics import Metrics
 from kvferry.offload.base import Chunk, Load
 from kvferry.offload.chunks import blocks_to_load
-from kvferry.offload.ranks import RankPart
+from kvferry.offload.worker.ranks import RankPart
 from kvferry.pages.base import Extent, Outcome, PageStore, Result
 
 BAD_PAGE = {Outcome.ABSENT, Outcome.FOREIGN, Outcome.CORRUPT, Outcome.SHORT}

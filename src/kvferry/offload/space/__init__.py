@@ -1,0 +1,1 @@
+"""Space of the store: slots reserved ahead of need, segments added, pages taken over."""

@@ -1,0 +1,1 @@
+"""The worker half: moves what the plans of the scheduler half say, on a thread of its own."""
