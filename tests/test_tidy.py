@@ -340,7 +340,7 @@ BAD = [
     (layers, "keys.py", "from kvferry.pages import base"),
     (layers, "pages/posix.py", "from kvferry.catalog.base import Hit"),
     (layers, "pages/posix.py", "def f():\n    from kvferry import offload"),
-    (layers, "offload/worker/jobs.py", "from ..vllm_plugin import facade"),
+    (layers, "offload/worker/jobs.py", "from ...vllm_plugin import facade"),
     (layers, "offload/worker/jobs.py", "from kvferry.testing import clock"),
     (layers, "__init__.py", "import kvferry.keys"),
     (layers, "novel.py", ""),
