@@ -3,6 +3,7 @@
 from kvferry.catalog.base import Slot
 from kvferry.layout import Address
 from kvferry.offload.scheduler.cost import PREFILL_TOKENS_MIN, TRIAL_EVERY_S, CostModel
+from kvferry.offload.scheduler.lookup import PIECE_CHUNKS, REST_S, pieces
 from kvferry.offload.scheduler.origin import Origins
 from kvferry.offload.scheduler.quarantine import Quarantine
 from kvferry.offload.space.room import Demand, SlotPool, pack, unpack
@@ -152,3 +153,13 @@ def test_quarantine_ends_by_itself():
     quarantine.add(b"a")
     assert b"a" in quarantine
     assert quarantine.version == 3
+
+
+def test_a_long_lookup_rests_between_its_pieces():
+    """Else the engine's thread gets no turn for milliseconds."""
+    clock = ManualClock()
+    times_s = [(piece, clock.now_s() - 1000.0) for piece in pieces(2 * PIECE_CHUNKS + 1, clock)]
+    assert [piece for piece, _ in times_s] == [range(64), range(64, 128), range(128, 129)]
+    assert [round(time_s / REST_S) for _, time_s in times_s] == [0, 1, 2]
+    assert list(pieces(PIECE_CHUNKS, clock)) == [range(PIECE_CHUNKS)]
+    assert round((clock.now_s() - 1000.0) / REST_S) == 2

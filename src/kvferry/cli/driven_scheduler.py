@@ -87,10 +87,12 @@ class Stopwatch:
         self._spent: list[tuple[str, float]] = []
 
     def watch(self, target: Any) -> None:
-        """From now on each public method of `target` is measured."""
-        for name, member in vars(type(target)).items():
-            if not name.startswith("_") and callable(member):
-                setattr(target, name, self.timed(name, getattr(target, name)))
+        """From now on each public method of `target` that kvferry wrote is measured."""
+        for name in dir(target):
+            method = getattr(target, name)
+            written_in = getattr(method, "__module__", None) or ""
+            if not name.startswith("_") and callable(method) and written_in.startswith("kvferry."):
+                setattr(target, name, self.timed(name, method))
 
     def timed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         """`method`, measured under this name."""

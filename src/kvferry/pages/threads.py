@@ -11,7 +11,7 @@ def read_threads() -> int:
 def write_threads(*, is_direct: bool) -> int:
     """One for two cores. Threads that wait for a disk are more than cores; those that copy into
     the page cache only get in each other's way then."""
-    return min(max(_core_count() // 2, 4 if is_direct else 2), 8)
+    return min(max(_core_count() // 2, 4 if is_direct else 1), 8)
 
 
 def _core_count() -> int:

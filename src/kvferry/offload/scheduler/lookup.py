@@ -5,17 +5,21 @@ what came out.
 """
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvferry.catalog.base import Catalog
+from kvferry.clock import Clock
 from kvferry.keys import DIGEST_BYTES, ROOT_PARENT
 from kvferry.offload.base import SLOT, Part, Request
 from kvferry.offload.chunks import runs_of
 
 ABSENT_SLOT = bytes(SLOT.size)
 PIECE_CHUNKS = 64
-"""Python holds on to the interpreter for no longer than it takes to go through so many chunks; in
-between native code lets go of it, and the engine's thread gets its turn."""
+"""So many chunks are gone through at a time."""
+REST_S = 50e-6
+"""Between two pieces the thread sleeps. LMDB lets go of the interpreter at each key and takes it
+back before the engine's thread, which waits for it, is awake. With pieces in a row that went on for
+up to 5 ms, until the interpreter itself forces a change (`docs/design/0007`)."""
 
 Hasher = Callable[[bytes, bytes, bytes, int, Sequence[bytes]], bytes]
 """`_native.chain_keys` or a reference of it."""
@@ -52,6 +56,14 @@ class PartAnswer:
         return PartAnswer(self.keys, bytes(slots), hit_by_key)
 
 
+def pieces(end_chunk: int, clock: Clock) -> Iterator[range]:
+    """The chunks [0, end_chunk) in pieces, with a rest between two. The runner's thread."""
+    for first in range(0, end_chunk, PIECE_CHUNKS):
+        if first:
+            clock.sleep(REST_S)
+        yield range(first, min(first + PIECE_CHUNKS, end_chunk))
+
+
 def chunk_keys(
     hasher: Hasher, part: Part, request: Request, parent: bytes, first_chunk: int, end_chunk: int
 ) -> bytes:
@@ -66,9 +78,17 @@ class Lookup:
     """Made on the scheduler thread, run once on the runner thread. `names`, the keys of each part,
     is set as soon as they are known, also when the catalog then fails or answers too late."""
 
-    def __init__(self, catalog: Catalog, hasher: Hasher, parts: Sequence[Part], request: Request):
+    def __init__(
+        self,
+        catalog: Catalog,
+        hasher: Hasher,
+        clock: Clock,
+        parts: Sequence[Part],
+        request: Request,
+    ):
         self._catalog = catalog
         self._hasher = hasher
+        self._clock = clock
         self.parts = parts
         self._request = request
         self.token_count = len(request.tokens)
@@ -85,9 +105,8 @@ class Lookup:
     def _hash(self, part: Part) -> list[bytes]:
         names: list[bytes] = []
         end_chunk, parent = self.token_count // part.chunk_tokens, ROOT_PARENT
-        for first in range(0, end_chunk, PIECE_CHUNKS):
-            end = min(first + PIECE_CHUNKS, end_chunk)
-            keys = chunk_keys(self._hasher, part, self._request, parent, first, end)
+        for piece in pieces(end_chunk, self._clock):
+            keys = chunk_keys(self._hasher, part, self._request, parent, piece.start, piece.stop)
             names += rows(keys, DIGEST_BYTES)
             parent = names[-1]
         return names
@@ -97,13 +116,13 @@ class Lookup:
         if not self._request.is_readable:
             return PartAnswer(keys, bytes(SLOT.size * len(names)), {})
         slots, hit_by_key = bytearray(), {}
-        for start in range(0, len(names), PIECE_CHUNKS):
-            asked = names[start : start + PIECE_CHUNKS]
+        for piece in pieces(len(names), self._clock):
+            asked = names[piece.start : piece.stop]
             found = self._catalog.lookup_packed(part.namespace, asked)
             slots += found
-            for index, slot in enumerate(rows(found, SLOT.size)):
+            for index, key, slot in zip(piece, asked, rows(found, SLOT.size), strict=True):
                 if slot != ABSENT_SLOT:
-                    hit_by_key[asked[index]] = start + index
+                    hit_by_key[key] = index
         return PartAnswer(keys, bytes(slots), hit_by_key)
 
 

@@ -16,7 +16,7 @@ from kvferry.metrics import Metrics
 from kvferry.offload.base import SLOT, Load, Part, Span, Tables
 from kvferry.offload.chunks import first_needed_chunk, servable_boundary, span_blocks
 from kvferry.offload.scheduler.cost import CostModel
-from kvferry.offload.scheduler.lookup import PIECE_CHUNKS, Hasher, Lookup, PartAnswer
+from kvferry.offload.scheduler.lookup import Hasher, Lookup, PartAnswer, pieces
 from kvferry.offload.scheduler.quarantine import Quarantine
 from kvferry.offload.scheduler.record import Chain, Record
 
@@ -59,7 +59,9 @@ class Matcher:
         record.asked_count += 1
         record.answer, record.is_declined = None, False
         record.deadline_s = self._clock.now_s() + self._config.lookup_deadline_s
-        record.lookup = Lookup(self._catalog, self._hasher, self._parts, record.request)
+        record.lookup = Lookup(
+            self._catalog, self._hasher, self._clock, self._parts, record.request
+        )
         is_first = record.asked_count == 1
         work = functools.partial(self._look_up, record.lookup, self._clock.now_s(), is_first)
         record.ticket = self._runner.submit(work, self._config.lookup_deadline_s)
@@ -200,8 +202,8 @@ class Matcher:
     def _toucher(self, part: Part, answer: PartAnswer) -> Callable[[], None]:
         def touch() -> None:
             keys = list(answer.hit_by_key)
-            for start in range(0, len(keys), PIECE_CHUNKS):
-                self._catalog.touch(part.namespace, keys[start : start + PIECE_CHUNKS])
+            for piece in pieces(len(keys), self._clock):
+                self._catalog.touch(part.namespace, keys[piece.start : piece.stop])
 
         return touch
 
