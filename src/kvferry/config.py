@@ -150,7 +150,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     write_threads: Annotated[
         _Threads | None,
         process(
-            description="Threads that write pages. Default: one for two cores, 2 (with direct I/O"
+            description="Threads that write pages. Default: one for two cores, 1 (with direct I/O"
             " 4) to 8."
         ),
     ] = None
