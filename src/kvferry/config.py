@@ -44,11 +44,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """All settings of the offload connector in one process. Made by `decode`; immutable."""
 
     pages: Annotated[
-        str,
+        str | list[str],
         process(
             description="URL of the page store: `posix:///path` (a folder on any file system that"
             " all engines see), `usrbio:///path` (a folder on 3FS, by its own interface)"
-            " or `memory:` (this process only, for tests)."
+            " or `memory:` (this process only, for tests). Or a list of `posix:` URLs: one store"
+            " over several mounts, the first of which must always be there."
         ),
     ]
     capacity_bytes: Annotated[
@@ -219,11 +220,21 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         process(description="A page that failed to load is not offered again for this time."),
     ] = 30.0
 
+    @property
+    def roots(self) -> tuple[str, ...]:
+        """The URLs in `pages`."""
+        return (self.pages,) if isinstance(self.pages, str) else tuple(self.pages)
+
+    @property
+    def home(self) -> str:
+        """The first of `roots`: where the superblock and the owner's word are."""
+        return self.roots[0]
+
     def catalog_url(self, store_id: bytes) -> str:
         """Where the catalog of the opened store is. `store_id`: from the store's superblock."""
         if self.catalog is not None:
             return self.catalog
-        if split_url(self.pages).scheme == "memory":
+        if split_url(self.home).scheme == "memory":
             return "memory:"
         return f"lmdb://{state_folder() / store_id.hex()}"
 
@@ -378,7 +389,7 @@ def _expected(kind: Any, message: str) -> str:
 
 def _check(config: Config) -> None:
     """What one field's type cannot say."""
-    _check_url("pages", config.pages, PAGES_SCHEMES)
+    _check_pages(config)
     if config.catalog is not None:
         _check_catalog(config.catalog)
     alignment = config.alignment_bytes
@@ -393,6 +404,17 @@ def _check(config: Config) -> None:
     if config.reservation_lease_s < 2 * config.store_deadline_s:
         expected = f"at least twice store_deadline_s ({config.store_deadline_s})"
         raise _wrong("reservation_lease_s", config.reservation_lease_s, expected)
+
+
+def _check_pages(config: Config) -> None:
+    if not config.pages:
+        raise _wrong("pages", config.pages, 'a URL such as "posix:///var/kv", or several')
+    for url in config.roots:
+        _check_url("pages", url, PAGES_SCHEMES)
+    folders = {os.path.normpath(split_url(url).path) for url in config.roots}
+    are_posix = all(split_url(url).scheme == "posix" for url in config.roots)
+    if len(config.roots) > 1 and not (are_posix and len(folders) == len(config.roots)):
+        raise _wrong("pages", config.pages, "a list of posix:// URLs of different folders")
 
 
 def _check_catalog(url: str) -> None:

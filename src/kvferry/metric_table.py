@@ -240,6 +240,12 @@ _CONDITION = (
         "Slower and takes host memory; use a file system with direct I/O, or set `direct_io`.",
     ),
     gauge(
+        "roots_out",
+        "roots",
+        "Of a store over several roots: those whose pages are misses now.",
+        "Above 0: mend the mount that the log names; restart engines that started without it.",
+    ),
+    gauge(
         "load_tokens_per_second",
         "tokens per second",
         "Load speed as the cost model measured it.",

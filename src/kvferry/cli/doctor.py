@@ -78,7 +78,7 @@ def examine(
         if _place(named) != _place(config):
             yield warning(
                 "pages",
-                f"PAGES is {config.pages}, the JSON names {named.pages}",
+                f"PAGES is {config.home}, the JSON names {named.home}",
                 "engines use the JSON's, so that one is looked at: name the same",
             )
         config = named
@@ -97,7 +97,7 @@ def _check_transfer(transfer: dict[str, Any] | None) -> Iterator[Finding]:
 
 def _place(config: Config) -> tuple[str, Path]:
     """Where pages lie, the same however it is written."""
-    scheme, path = split_url(config.pages)
+    scheme, path = split_url(config.home)
     return scheme, Path(path).resolve()
 
 

@@ -30,7 +30,7 @@ class OpenedStore:
 
 def existing_root(config: Config) -> tuple[Path, Superblock]:
     """The folder of a store. Raises UnavailableError if there is no store."""
-    root = pages_open.require_path(config.pages)
+    root = pages_open.require_path(config.home)
     if root is None:
         raise ConfigError(
             "cli.memory", "memory: is gone with its process; name a posix:// or usrbio:// store"
@@ -57,8 +57,8 @@ def open_store(config: Config, *, may_make: bool = False) -> Iterator[OpenedStor
     """Opens pages and, where there is one, catalog; closes both. `may_make`: makes the catalog
     where there is none. Raises kvferry's errors."""
     facts = existing_root(config)[1].facts()
-    pages = pages_open.open_url(
-        config.pages,
+    pages = pages_open.open_roots(
+        config.roots,
         SystemClock(),
         Asked(),
         direct_io=config.direct_io,

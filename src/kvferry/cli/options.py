@@ -8,7 +8,9 @@ import typer
 from kvferry import config
 from kvferry.config import Config
 
-_PAGES_HELP = "The store: posix:///path, or just the path; usrbio:///path."
+_PAGES_HELP = (
+    "The store: posix:///path, or just the path; usrbio:///path. Several roots: commas between."
+)
 
 Pages = Annotated[str, typer.Argument(metavar="PAGES", help=_PAGES_HELP)]
 OptionalPages = Annotated[str | None, typer.Argument(metavar="[PAGES]", help=_PAGES_HELP)]
@@ -32,4 +34,12 @@ Ferry = Annotated[str, typer.Option(help="More settings of kvferry, as JSON.")]
 def store_config(pages: str, catalog: str | None = None) -> Config:
     """A configuration that names an existing store. Raises ConfigError."""
     named = {"catalog": catalog} if catalog else {}
-    return config.decode({"pages": f"posix://{pages}" if pages.startswith("/") else pages, **named})
+    urls = [f"posix://{url}" if url.startswith("/") else url for url in _roots(pages)]
+    return config.decode({"pages": urls[0] if len(urls) == 1 else urls, **named})
+
+
+def _roots(pages: str) -> list[str]:
+    """A comma may also be part of a path."""
+    pieces = pages.split(",")
+    are_roots = all(piece.startswith(("/", "posix://")) for piece in pieces)
+    return pieces if are_roots else [pages]

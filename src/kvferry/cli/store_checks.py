@@ -24,9 +24,9 @@ PROBE_BYTES = 4096
 
 def check_store(config: Config) -> Iterator[Finding]:
     """Everything about the store that a configuration names."""
-    scheme, path = split_url(config.pages)
+    scheme, path = split_url(config.home)
     if scheme == "memory":
-        yield warning("pages", config.pages, "for tests only: use posix:///path")
+        yield warning("pages", config.home, "for tests only: use posix:///path")
         return
     root = Path(path).resolve()
     folder = nearest_folder(root)
@@ -47,6 +47,10 @@ def check_store(config: Config) -> Iterator[Finding]:
     else:
         yield _check_file_system(folder)
         yield from check_rights(folder, config.direct_io)
+    for url in config.roots[1:]:
+        further = nearest_folder(Path(split_url(url).path).resolve())
+        yield _check_file_system(further)
+        yield from check_rights(further, config.direct_io)
     yield _check_catalog_folder(config, superblock)
     if superblock is not None:
         yield _check_opens(config)

@@ -35,8 +35,7 @@ from kvferry.offload.worker.store_jobs import StoreJobs
 from kvferry.offload.worker.trial import Trial
 from kvferry.pages.base import PageStore, StoreFacts
 from kvferry.pages.facts import Asked
-from kvferry.pages.open import open_url as open_pages
-from kvferry.pages.open import require_path
+from kvferry.pages.open import open_roots, require_path
 from kvferry.pages.owner import OWNER_LEASE_S, StoreOwnership
 from kvferry.pages.threads import read_threads
 
@@ -131,8 +130,8 @@ class Backends:
 
 def _open_pages(config: Config, clock: Clock, page_bytes: int) -> PageStore:
     asked = Asked(config.capacity_bytes, config.alignment_bytes, config.segment_bytes, page_bytes)
-    return open_pages(
-        config.pages,
+    return open_roots(
+        config.roots,
         clock,
         asked,
         direct_io=config.direct_io,
@@ -146,7 +145,7 @@ class _Tenure:
     """The scheduler side's part in owning the store: runs on the runner thread."""
 
     def __init__(self, config: Config, clock: Clock, backends: Backends):
-        self._root: Path | None = require_path(config.pages)
+        self._root: Path | None = require_path(config.home)
         self._clock = clock
         self._backends = backends
         self._ownership: StoreOwnership | None = None

@@ -15,12 +15,16 @@ class Asked:
     """What the configuration says; None: whatever the store was made with, or the default.
 
     `page_bytes`: the largest page that the caller will store, if known when the store is made.
+    `store_id`: of the store that a further root belongs to. `may_create` False: it is there, or
+    its mount is missing.
     """
 
     capacity_bytes: int | None = None
     alignment_bytes: int | None = None
     segment_bytes: int | None = None
     page_bytes: int = 0
+    store_id: bytes | None = None
+    may_create: bool = True
 
 
 def default_segment_bytes(capacity_bytes: int, alignment_bytes: int, page_bytes: int) -> int:
@@ -35,7 +39,8 @@ def default_segment_bytes(capacity_bytes: int, alignment_bytes: int, page_bytes:
 
 
 def decide(asked: Asked, store_id: bytes) -> StoreFacts:
-    """The facts of a new store. Raises ConfigError where they make none."""
+    """The facts of a new store; `store_id` is its id if none was asked for. Raises ConfigError
+    where they make none."""
     capacity_bytes = asked.capacity_bytes
     if capacity_bytes is None:
         raise ConfigError(
@@ -57,11 +62,17 @@ def decide(asked: Asked, store_id: bytes) -> StoreFacts:
             f"capacity_bytes {capacity_bytes} must hold one segment: {segment_bytes} bytes, "
             f"a multiple of alignment_bytes {alignment_bytes}",
         )
-    return StoreFacts(store_id, capacity_bytes, alignment_bytes, segment_bytes)
+    return StoreFacts(asked.store_id or store_id, capacity_bytes, alignment_bytes, segment_bytes)
 
 
 def require_agreement(facts: StoreFacts, asked: Asked, where: str) -> None:
     """Raises ConfigError for the first field in which a store is not what was asked for."""
+    if asked.store_id not in (None, facts.store_id):
+        raise ConfigError(
+            "pages.store_id",
+            f"{where} is a root of another store, {facts.store_id.hex()}: empty the folder, or name"
+            " another one",
+        )
     if asked.capacity_bytes not in (None, facts.capacity_bytes):
         raise ConfigError(
             "pages.capacity",

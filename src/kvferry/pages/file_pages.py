@@ -6,6 +6,7 @@ the first time reads its header. Everything else happens in native threads, with
 
 import ctypes
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from kvferry._native import checksum
 from kvferry.clock import Clock
 from kvferry.errors import ClosedError
 from kvferry.layout import PageGeometry
-from kvferry.pages import header
+from kvferry.pages import files, header
 from kvferry.pages.base import (
     Extent,
     FoundPage,
@@ -152,6 +153,18 @@ class FilePages:
     def used_bytes(self) -> int:
         self._open_pool()
         return self._segments.used_bytes()
+
+    def has_segment(self, segment: int) -> bool:
+        """Whether there is a file of this number. Raises UnavailableError."""
+        path = self._segments.path(segment)
+        with files.system_errors("look for", path):
+            return path.exists()
+
+    def available_bytes(self) -> int:
+        """What the file system still has for this user. Raises UnavailableError."""
+        with files.system_errors("measure", self._root):
+            status = os.statvfs(self._root)
+            return status.f_bavail * status.f_frsize
 
     def _start(self) -> tuple[Pool, Descriptors]:
         raise NotImplementedError

@@ -150,6 +150,13 @@ class MemoryPages:
         self._require_open()
         return len(self._medium.segments) * self._medium.facts.segment_bytes
 
+    def has_segment(self, segment: int) -> bool:
+        return segment in self._medium.segments
+
+    def available_bytes(self) -> int:
+        room_bytes = self._medium.room_bytes
+        return (1 << 60 if room_bytes is None else room_bytes) - self.used_bytes()
+
     def _require_open(self) -> None:
         if not self._is_open:
             raise ClosedError("pages.closed", "the page store is not open")

@@ -2,15 +2,18 @@
 
 import difflib
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from kvferry.clock import Clock
 from kvferry.config import split_url
 from kvferry.errors import ConfigError
-from kvferry.pages.base import PageStore
+from kvferry.pages.base import PageStore, StoreFacts
 from kvferry.pages.facts import Asked
 from kvferry.pages.memory import Medium, MemoryPages
+from kvferry.pages.segments import known_roots, remember_roots
+from kvferry.pages.spread import Root, SpreadPages
 
 FORMS = {
     "posix": "posix:///absolute/path",
@@ -20,7 +23,44 @@ FORMS = {
 _CLASSES = {"posix": "PosixPages", "usrbio": "UsrbioPages"}
 
 
-def open_url(
+def open_roots(urls: Sequence[str], clock: Clock, asked: Asked, **options: Any) -> PageStore:
+    """The store over these roots, the home first, open; one of them: as `open_url`, which says the
+    options and the errors."""
+    if len(urls) == 1:
+        return open_url(urls[0], clock, asked, **options)
+
+    home = require_path(urls[0])
+
+    def others(facts: StoreFacts) -> list[tuple[str, Root]]:
+        known, made = known_roots(home), []
+        for url in urls[1:]:
+            further = Asked(
+                facts.capacity_bytes,
+                facts.alignment_bytes,
+                facts.segment_bytes,
+                store_id=facts.store_id,
+                may_create=str(require_path(url)) not in known,
+            )
+            made.append((url, _make(url, clock, further, **options)))
+        return made
+
+    store = SpreadPages((urls[0], _make(urls[0], clock, asked, **options)), others, clock)
+    store.open()
+    remember_roots(home, [str(require_path(url)) for url in store.names()[1:]], clock)
+    return store
+
+
+def open_url(url: str, clock: Clock, asked: Asked, **options: Any) -> PageStore:
+    """The store that a URL names, open: `posix:///path`, `usrbio:///path`, or `memory:`, which is a
+    new one each time. Raises ConfigError for any other, and what `PageStore.open` raises; there is
+    no fallback from one backend to another. Options: `direct_io` for `posix` alone,
+    `usrbio_library` for `usrbio`, `read_thread_count` and `write_thread_count`."""
+    store = _make(url, clock, asked, **options)
+    store.open()
+    return store
+
+
+def _make(
     url: str,
     clock: Clock,
     asked: Asked,
@@ -29,27 +69,21 @@ def open_url(
     read_thread_count: int | None = None,
     write_thread_count: int | None = None,
     usrbio_library: str | None = None,
-) -> PageStore:
-    """The store that a URL names, open: `posix:///path`, `usrbio:///path`, or `memory:`, which is a
-    new one each time. Raises ConfigError for any other, and what `PageStore.open` raises; there is
-    no fallback from one backend to another. `direct_io` is for `posix` alone, `usrbio_library` for
-    `usrbio`."""
+) -> Root:
+    """Not open."""
     path = require_path(url)
     scheme = split_url(url).scheme
     if path is None:
-        store = MemoryPages(Medium(), clock, asked)
-    else:
-        own = {"direct_io": direct_io} if scheme == "posix" else {"library": usrbio_library}
-        store = _native_class(scheme)(
-            path,
-            clock,
-            asked,
-            read_thread_count=read_thread_count,
-            write_thread_count=write_thread_count,
-            **own,
-        )
-    store.open()
-    return store
+        return MemoryPages(Medium(), clock, asked)
+    own = {"direct_io": direct_io} if scheme == "posix" else {"library": usrbio_library}
+    return _native_class(scheme)(
+        path,
+        clock,
+        asked,
+        read_thread_count=read_thread_count,
+        write_thread_count=write_thread_count,
+        **own,
+    )
 
 
 def require_path(url: str) -> Path | None:

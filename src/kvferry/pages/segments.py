@@ -2,6 +2,7 @@
 
     superblock.json      what the store was made with; the first to create it wins
     segments/<8 hex>.seg one header block, then slots; preallocated, of one namespace
+    roots.json           the further roots of the store, in its home alone
     owner.<8 hex>        which catalog hands out the slots (`owner`)
     *.tmp                half-made files; removed by whoever opens the store, when old
 
@@ -14,13 +15,13 @@ import mmap
 import os
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import msgspec
 
 from kvferry.clock import Clock
-from kvferry.errors import ConfigError, IncompatibleError
+from kvferry.errors import ConfigError, IncompatibleError, UnavailableError
 from kvferry.layout import HEADER_BYTES, Address, PageGeometry
 from kvferry.pages import files, header, mounts
 from kvferry.pages.base import FoundPage, Outcome, SegmentFacts, StoreFacts, slot_offset_bytes
@@ -29,6 +30,7 @@ from kvferry.pages.facts import Asked, decide, require_agreement, segment_facts
 log = logging.getLogger(__name__)
 
 SUPERBLOCK = "superblock.json"
+ROOTS = "roots.json"
 SUPERBLOCK_FORMAT = "kvferry store"
 SUPERBLOCK_VERSION = 1  # 1: the first
 SEGMENT_MAGIC = b"kvfseg\x00\x00"
@@ -80,6 +82,11 @@ class SegmentFiles:
     def open(self) -> StoreFacts:
         """Finds the store or makes it, and removes what others left half-made."""
         with files.system_errors("use the store", self._root):
+            if not self._asked.may_create and read_superblock(self._root) is None:
+                raise UnavailableError(
+                    "pages.root",
+                    f"{self._root} was a root of the store and is empty: is it mounted?",
+                )
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._is_sparse = self._is_sparse or mounts.is_on_3fs(self._root)
             superblock = read_superblock(self._root) or self._create_superblock()
@@ -273,6 +280,26 @@ def read_superblock(root: Path) -> Superblock | None:
             "upgrade kvferry, or use another folder",
         )
     return superblock
+
+
+def known_roots(home: Path) -> set[str]:
+    """Folders that have been further roots of this store. Raises as `files.system_errors` says."""
+    with files.system_errors("read", home / ROOTS):
+        try:
+            return set(msgspec.json.decode((home / ROOTS).read_bytes(), type=list[str]))
+        except FileNotFoundError:
+            return set()
+        except msgspec.DecodeError:
+            return set()  # a hint: an empty folder in place of a mount is then taken for a new root
+
+
+def remember_roots(home: Path, roots: Collection[str], clock: Clock) -> None:
+    """Adds to them."""
+    known = known_roots(home)
+    if not known.issuperset(roots):
+        with files.system_errors("write", home / ROOTS):
+            content = msgspec.json.encode(sorted(known.union(roots)))
+            files.replace_file(home / ROOTS, content, clock)
 
 
 def resize(root: Path, capacity_bytes: int, clock: Clock) -> StoreFacts:

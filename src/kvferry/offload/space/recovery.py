@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvferry.catalog.base import Catalog, Page, Space
 from kvferry.catalog.snapshot import SegmentState
-from kvferry.errors import ExhaustedError
+from kvferry.errors import ExhaustedError, UnavailableError
 from kvferry.metrics import Metrics
 from kvferry.pages.base import PageStore, SegmentFacts, StoreFacts
 
@@ -47,11 +47,20 @@ def recover(
     on_segment(len(found), len(found))
     present = {segment.segment for segment in found}
     for number, entry in known.items():
-        if entry.state is SegmentState.READY and number not in present:
-            pages.delete_segment(number)
+        if entry.state is SegmentState.READY and number not in present and is_gone(pages, number):
             catalog.shrunk(number)
             recovered.forgotten_count += 1
     return recovered
+
+
+def is_gone(pages: PageStore, number: int) -> bool:
+    """Whatever is left of the segment goes. False: it may be on a root that is out, and come back
+    with that."""
+    try:
+        pages.delete_segment(number)
+    except UnavailableError:
+        return False
+    return True
 
 
 def _adopt(

@@ -15,6 +15,7 @@ from kvferry.layout import Address
 from kvferry.metrics import Metrics
 from kvferry.offload.base import SLOT, Part
 from kvferry.offload.space.growth import Growth
+from kvferry.offload.space.recovery import is_gone
 from kvferry.pages.base import PageStore, StoreFacts, slot_count
 
 SEGMENTS_PER_CALL_MAX = 8
@@ -184,7 +185,8 @@ class Room:
         self._metrics.count("kvferry_evictions_total", swept.evicted_count)
         self._metrics.count("kvferry_reservations_expired_total", swept.expired_count)
         for segment in swept.deletable_segments:
-            self._pages.delete_segment(segment)
+            if not is_gone(self._pages, segment):
+                continue  # a later sweep says so again
             self._catalog.shrunk(segment)
             self._growth.freed()
             self._metrics.count("kvferry_segments_deleted_total")

@@ -49,6 +49,7 @@ class Mover:
         self._metrics = metrics
         self._catalog = catalog
         self._pages = pages
+        self._roots_out = getattr(pages, "out_count", None)  # only where there are several
         self._runner = runner
         self._loads = loads
         self._stores = stores
@@ -99,6 +100,8 @@ class Mover:
         self._settle_commits()
         self._metrics.set("kvferry_loads_pending", self._loads.pending_count)
         self._metrics.set("kvferry_stores_pending", self._stores.pending_count)
+        if self._roots_out is not None:
+            self._metrics.set("kvferry_roots_out", self._roots_out())
         return moved or bool(results)
 
     def take_copies(self) -> bool:
