@@ -35,7 +35,8 @@ from kvferry.offload.worker.store_jobs import StoreJobs
 from kvferry.offload.worker.trial import Trial
 from kvferry.pages.base import PageStore, StoreFacts
 from kvferry.pages.facts import Asked
-from kvferry.pages.open import open_roots, require_path
+from kvferry.pages.open import open_roots as open_pages
+from kvferry.pages.open import require_path
 from kvferry.pages.owner import OWNER_LEASE_S, StoreOwnership
 from kvferry.pages.threads import read_threads
 
@@ -130,7 +131,7 @@ class Backends:
 
 def _open_pages(config: Config, clock: Clock, page_bytes: int) -> PageStore:
     asked = Asked(config.capacity_bytes, config.alignment_bytes, config.segment_bytes, page_bytes)
-    return open_roots(
+    return open_pages(
         config.roots,
         clock,
         asked,
