@@ -40,6 +40,7 @@ THIRD_PARTY = {
         "vllm_plugin/",
         "cli/demo_engine.py",
         "cli/driven_scheduler.py",
+        "cli/idle_connector.py",
         "cli/measured_engine.py",
         "cli/seeded_weights.py",
     ),  # demo and benchmark are users of vLLM, each engine in its own process

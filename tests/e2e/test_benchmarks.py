@@ -52,6 +52,7 @@ def test_interference_is_measured_in_every_part(tmp_path):
     bench = bench_interference.Bench(plan(tmp_path), load, SystemClock())
     result = bench.run(bench_interference.PARTS)
     assert result["prefill"]["stored_share"] == 1.0
+    assert result["decode"]["step_counts"]["idle_connector"] > 0
     assert result["profile"]["kvferry"]["frames_of_kvferry"] > 0
     assert len(result["slow"]["ratios_to_recomputed"]) == load.slow_prompts
     # With a model as small as this one nothing lasts as long as a step, and on a busy machine

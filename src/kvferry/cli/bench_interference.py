@@ -1,11 +1,13 @@
 """What loading and storing cost an engine that has other things to do.
 
     prefill   batches of prompts in two engines, in turn: with stores, and without kvferry
-    decode    requests that decode, while others are loaded, and while others are stored
+    decode    requests that decode, while others are loaded, and while others are stored; beside an
+              engine without a connector, and one with a connector that does nothing
     profile   which calls blocked the engine's thread meanwhile, and whose they were
     slow      time to first token over a store that reads more slowly than the engine computes
 
-The two engines share the device; one of them idles while the other is measured.
+The two engines share the device; one of them idles while the other is measured. The one with the
+idle connector has it alone, before them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +33,11 @@ from kvferry.clock import Clock
 from kvferry.errors import ConfigError, UnavailableError
 
 PARTS = ("prefill", "decode", "profile", "slow")
+IDLE = {
+    "kv_connector": "IdleConnector",
+    "kv_connector_module_path": "kvferry.cli.idle_connector",
+    "kv_role": "kv_both",
+}
 BATCH_PROMPTS = 4
 COLD_PROMPTS = 5
 DECODING = 32
@@ -100,10 +107,13 @@ class Bench:
         self._long, self._short = plan.token_counts[0], plan.token_counts[-1]
         self._prompts = Prompts(plan, 1)
         self._store: Store | None = None
+        self._idle_ms: list[float] = []
         self.wrong: list[str] = []
 
     def run(self, parts: Sequence[str]) -> dict[str, Any]:
         result: dict[str, Any] = {}
+        if "decode" in parts:
+            self._tried("decode", self._decode_idle)
         with ExitStack() as stack:
             plain = stack.enter_context(self._engines.opened("plain"))
             self._prompts = Prompts(self._plan, chunk_tokens(self._plan, self._engines.facts))
@@ -199,13 +209,23 @@ class Bench:
             "seconds": {name: [round(s, 4) for s in found] for name, found in seconds.items()},
         }
 
+    def _decode_idle(self) -> dict[str, Any]:
+        """What vLLM itself takes for any connector."""
+        with self._engines.opened("idle", IDLE) as engine:
+            self._idle_ms = self._decode_alone(engine)
+        return {}
+
+    def _decode_alone(self, engine: EngineProcess) -> list[float]:
+        self._start(engine)
+        steps = engine.call("steps.run", arrivals=[], step_count=3 * self._load.steps)
+        engine.call("steps.end")
+        return _pure(steps)
+
     def _decode(self, plain: EngineProcess, stores: EngineProcess) -> dict[str, Any]:
         load = self._load
-        self._start(plain)
-        without = plain.call("steps.run", arrivals=[], step_count=3 * load.steps)
-        plain.call("steps.end")
         found: dict[str, list[float]] = {
-            "without": _pure(without),
+            "without": self._decode_alone(plain),
+            "idle_connector": self._idle_ms,
             "quiet": [],
             "loading": [],
             "storing": [],
