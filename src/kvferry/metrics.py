@@ -23,7 +23,9 @@ from kvferry.metric_table import METRICS
 
 Snapshot = dict[str, dict[str, Any]]
 
-SECONDS_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+LABEL_VALUES_MAX = 64
+"""Of a label that takes any value, in one process; what comes later is counted as `OTHERS`."""
+OTHERS = "others"
 
 
 class Metrics:
@@ -37,11 +39,14 @@ class Metrics:
         self._drained: Snapshot = {}
         self._pending: Snapshot = {}
         self._gauges: dict[str, float] = {}
+        self._open_keys: dict[str, set[str]] = {}
 
     def count(self, name: str, value: float = 1, **labels: str) -> None:
         """Adds to a counter."""
-        key = _metric(name, Kind.COUNTER).label_key(labels)
+        metric = _metric(name, Kind.COUNTER)
+        key = metric.label_key(labels)
         with self._lock:
+            key = self._bounded(metric, key)
             values = self._pending.setdefault(name, {})
             values[key] = values.get(key, 0) + value
 
@@ -55,10 +60,12 @@ class Metrics:
 
     def observe(self, name: str, value: float, **labels: str) -> None:
         """Adds one observation to a histogram."""
-        key = _metric(name, Kind.HISTOGRAM).label_key(labels)
+        metric = _metric(name, Kind.HISTOGRAM)
+        key = metric.label_key(labels)
         with self._lock:
-            buckets = self._pending.setdefault(name, {}).setdefault(key, _no_buckets())
-            bucket = buckets[bisect_left(SECONDS_BUCKETS, value)]
+            key = self._bounded(metric, key)
+            buckets = self._pending.setdefault(name, {}).setdefault(key, _no_buckets(metric))
+            bucket = buckets[bisect_left(metric.buckets, value)]
             bucket[0] += 1
             bucket[1] += value
 
@@ -85,6 +92,15 @@ class Metrics:
             moved, self._pending = self._pending, {}
             _add(self._drained, moved)
             return moved
+
+    def _bounded(self, metric: Metric, key: str) -> str:
+        """Under the lock. Peers come and go; whoever stores these metrics keeps each for ever."""
+        if not metric.is_open:
+            return key
+        known = self._open_keys.setdefault(metric.name, set())
+        if len(known) < LABEL_VALUES_MAX:
+            known.add(key)
+        return key if key in known else OTHERS
 
 
 def merge(snapshots: Iterable[Snapshot]) -> Snapshot:
@@ -126,7 +142,7 @@ class Exporter:
                 name=names[metric.name],
                 documentation=metric.meaning,
                 labelnames=[*label_names, *metric.labels],
-                **({"buckets": SECONDS_BUCKETS} if metric.kind is Kind.HISTOGRAM else {}),
+                **({"buckets": metric.buckets} if metric.kind is Kind.HISTOGRAM else {}),
             )
             for metric in METRICS.values()
             if metric.name in names
@@ -177,8 +193,8 @@ def _metric(name: str, kind: Kind) -> Metric:
     return metric
 
 
-def _no_buckets() -> list[list[float]]:
-    return [[0, 0.0] for _ in range(len(SECONDS_BUCKETS) + 1)]
+def _no_buckets(metric: Metric) -> list[list[float]]:
+    return [[0, 0.0] for _ in range(len(metric.buckets) + 1)]
 
 
 def _copy_values(values: Mapping[str, Any]) -> dict[str, Any]:

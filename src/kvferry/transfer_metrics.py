@@ -1,6 +1,6 @@
 """The metrics of the transfer connector: a part of the table in `metric_table`."""
 
-from kvferry.metric import counter, gauge, seconds
+from kvferry.metric import ANY, COUNT_BUCKETS, SIZE_BUCKETS, counter, gauge, histogram, seconds
 
 _REFUSALS = (
     "gone",
@@ -89,12 +89,41 @@ TRANSFER = (
         "Pieces that reads named.",
         "Bytes / pieces of a few KiB: use larger blocks, or a layout that packs layers together.",
     ),
+    histogram(
+        "transfer_read_size_bytes",
+        "bytes",
+        "One read that is done, by the producer it came from (at most 64; `others`).",
+        "Small: each read costs about a millisecond. Raise `slot_bytes`.",
+        SIZE_BUCKETS,
+        peer=ANY,
+    ),
+    histogram(
+        "transfer_read_descriptors",
+        "pieces",
+        "Pieces that one read names, by producer.",
+        "Bytes / pieces of a few KiB: use larger blocks, or a layout that packs layers together.",
+        COUNT_BUCKETS,
+        peer=ANY,
+    ),
     seconds(
         "transfer_post",
-        "Beginning one read.",
+        "Beginning one read, by producer.",
         "Near the read seconds: too many pieces for this transport.",
+        peer=ANY,
     ),
-    seconds("transfer_read", "One read, from beginning to end.", "Bytes / seconds: the rate."),
+    seconds(
+        "transfer_read",
+        "One read, from beginning to end, by producer.",
+        "Bytes / seconds: the rate. One peer is slower: look at its host and network.",
+        peer=ANY,
+    ),
+    counter(
+        "transfer_transport_reads",
+        "reads",
+        "Reads that began, by the backend that NIXL took for them.",
+        "Which transports UCX took below it: `kvferry doctor --transfer`.",
+        transport=ANY,
+    ),
     counter(
         "transfer_late_reads",
         "reads",

@@ -6,7 +6,7 @@ from typing import Any
 from tests.e2e.engine import Answers, EngineProcess
 
 WANTED = {"do_remote_decode": True}
-UNHURRIED = {"claim_deadline_s": 30.0, "read_deadline_s": 60.0}
+UNHURRIED = {"claim_deadline_s": 30.0, "dial_timeout_s": 30.0, "read_deadline_s": 60.0}
 """Exact counts must not depend on how busy the machine is; tests of deadlines set their own."""
 TOLERANCE = 1e-4
 """A single engine's own answers differ by 3e-5 between two shapes of prefill."""

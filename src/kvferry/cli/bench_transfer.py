@@ -2,7 +2,9 @@
 
 A pair of engines for each connector, one pair after the other and the whole again `rounds` times:
 on a small machine one pair would disturb the other, since NIXL's own thread takes a core for each
-agent of NixlConnector. Both get the same prompts, which nobody has cached.
+agent of NixlConnector. Both get the same prompts, which nobody has cached. After each the consumer
+is asked the same once more, which is its own prefix hit, and another prompt of the same length,
+which it computes.
 
 A consumer meets two producers, the second one when the first is gone: what the first request to
 each of them takes longer than the others is the penalty.
@@ -49,6 +51,8 @@ class Times:
 
     prefill_ms: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     handed_over_ms: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    own_hit_ms: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    computed_ms: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     parts_ms: dict[int, list[list[float]]] = field(default_factory=lambda: defaultdict(list))
     first_ms: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     handshake_ms: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -88,19 +92,25 @@ class Bench:
                 for token_count in self._lengths:
                     for index in range(self._prompt_count):
                         prompt = prompt_of(token_count, f"{number} {index}")
-                        before = [_seconds(consumer, part) for part in PARTS]
-                        prefilled, answered = self._hand_over(name, prompt, producer, consumer)
-                        times = self._times[name]
-                        times.parts_ms[token_count].append(
-                            [
-                                (_seconds(consumer, part) - earlier) * 1e3
-                                for part, earlier in zip(PARTS, before, strict=True)
-                            ]
-                        )
-                        times.prefill_ms[token_count].append(prefilled.first_token_s * 1e3)
-                        times.handed_over_ms[token_count].append(answered.first_token_s * 1e3)
+                        self._compare(name, prompt, producer, consumer)
             with self._engine(name, "producer") as producer:
                 self._first(name, "second producer", number, producer, consumer)
+
+    def _compare(self, name: str, prompt: list[int], producer: Engine, consumer: Engine) -> None:
+        """Handed over, from the consumer's own cache, and computed."""
+        times, token_count = self._times[name], len(prompt)
+        before = [_seconds(consumer, part) for part in PARTS]
+        prefilled, answered = self._hand_over(name, prompt, producer, consumer)
+        after = [_seconds(consumer, part) for part in PARTS]
+        hit = consumer.ask(prompt, 1)
+        computed = consumer.ask(prompt[::-1], 1)
+        times.parts_ms[token_count].append(
+            [(now_s - then_s) * 1e3 for then_s, now_s in zip(before, after, strict=True)]
+        )
+        times.prefill_ms[token_count].append(prefilled.first_token_s * 1e3)
+        times.handed_over_ms[token_count].append(answered.first_token_s * 1e3)
+        times.own_hit_ms[token_count].append(hit.first_token_s * 1e3)
+        times.computed_ms[token_count].append(computed.first_token_s * 1e3)
 
     def _first(
         self, name: str, which: str, number: int, producer: Engine, consumer: Engine
@@ -144,7 +154,13 @@ class Bench:
                 {
                     "prompt_tokens": token_count,
                     "handed_over_ms": self._medians("handed_over_ms", token_count),
+                    "own_hit_ms": self._medians("own_hit_ms", token_count),
+                    "computed_ms": self._medians("computed_ms", token_count),
                     "prefill_ms": self._medians("prefill_ms", token_count),
+                    "each_ms": {
+                        name: _rounded(times.handed_over_ms[token_count])
+                        for name, times in self._times.items()
+                    },
                     "parts_ms": {
                         part: round(median(found), 1)
                         for part, found in zip(

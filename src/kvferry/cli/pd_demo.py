@@ -21,7 +21,12 @@ QUESTION = "How many passengers does the Guillemot take?"
 LINES = 30
 """Of the document: three engines read it, on a small machine."""
 SECRET_BYTES = 32
-UNHURRIED = {"claim_deadline_s": 30.0, "read_deadline_s": 120.0, "lease_s": 120.0}
+UNHURRIED = {
+    "claim_deadline_s": 30.0,
+    "dial_timeout_s": 30.0,
+    "read_deadline_s": 120.0,
+    "lease_s": 120.0,
+}
 """A small machine is busy with all three engines."""
 ONE_MACHINE = {"UCX_TLS": "tcp,sm", "UCX_MODULES": "^ib"}
 """See docs/operations.md."""

@@ -96,6 +96,10 @@ class Link(Protocol):
     def name(self) -> str:
         """Of this end, from `open` on."""
 
+    @property
+    def transport(self) -> str:
+        """What the last read went by, for people; "none" before the first one."""
+
     def open(self) -> None:
         """ConfigError where the transport is not there: says what to install."""
 

@@ -173,6 +173,10 @@ class MemoryLink:
     def name(self) -> str:
         return self._name
 
+    @property
+    def transport(self) -> str:
+        return "memory" if self._read_count else "none"
+
     def open(self) -> None:
         self._name = self._clock.random_bytes(12).hex()
         self._fabric.join(self)

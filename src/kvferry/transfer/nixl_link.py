@@ -73,10 +73,15 @@ class NixlLink:
         self._reads: dict[int, _Read] = {}
         self._read_count = 0
         self._ended: list[Event] = []
+        self._transport = "none"
 
     @property
     def name(self) -> str:
         return self._name
+
+    @property
+    def transport(self) -> str:
+        return self._transport
 
     def open(self) -> None:
         self._name = "kvferry-" + self._clock.random_bytes(12).hex()
@@ -178,6 +183,7 @@ class NixlLink:
             return number
         try:
             handle = agent.make_read(mine.handle, target_indices, theirs.handle, source_indices)
+            self._transport = agent.backend(handle)
         except NixlError as error:
             ending = Ending.LOST if error.name == GONE else Ending.REFUSED
             self._ended.append(ReadEnded(number, ending, str(error)))

@@ -110,8 +110,11 @@ class Reads:
             session.name, channel.target_table, targets, channel.source_table, sources
         )
         post_s = self._clock.now_s() - chunk.posted_s
-        self._metrics.observe("kvferry_transfer_post_seconds", post_s)
-        self._metrics.count("kvferry_transfer_descriptors_total", len(targets))
+        metrics, peer = self._metrics, session.address
+        metrics.observe("kvferry_transfer_post_seconds", post_s, peer=peer)
+        metrics.observe("kvferry_transfer_read_descriptors", len(targets), peer=peer)
+        metrics.count("kvferry_transfer_descriptors_total", len(targets))
+        metrics.count("kvferry_transfer_transport_reads_total", transport=self._link.transport)
         session.reads_out += 1
         self._out[number] = chunk
         return True
@@ -126,8 +129,9 @@ class Reads:
         if event.ending is Ending.DONE:
             size_bytes = chunk.channel.landing.read_bytes(chunk.read)
             self._metrics.count("kvferry_transfer_read_bytes_total", size_bytes)
-            read_s = chunk.ended_s - chunk.posted_s
-            self._metrics.observe("kvferry_transfer_read_seconds", read_s)
+            read_s, peer = chunk.ended_s - chunk.posted_s, chunk.session.address
+            self._metrics.observe("kvferry_transfer_read_seconds", read_s, peer=peer)
+            self._metrics.observe("kvferry_transfer_read_size_bytes", size_bytes, peer=peer)
         if event.ending is Ending.LOST:
             self._peers.lose(chunk.session)
             self._resting.append((chunk.ended_s + self._settings.rest_s, chunk.slot))

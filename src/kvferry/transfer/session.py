@@ -69,11 +69,13 @@ class Channel:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """`reads_out`: posted and not ended. `reader_count`: of this engine, at that rank."""
+    """`reads_out`: posted and not ended. `reader_count`: of this engine, at that rank. `address`:
+    of its peer, for people."""
 
     end: RankEnd
     lanes: tuple[Lane, ...]
     reader_count: int
+    address: str = ""
     name: str = ""
     state: SessionState = SessionState.LOST
     retry_s: float = float("-inf")
@@ -226,7 +228,7 @@ class Peers:
     def _dialled(self, peer: Peer, result: Introduction | Error) -> None:
         if isinstance(result, Introduction):
             try:
-                peer.sessions = peer.sessions or self._sessions(result)
+                peer.sessions = peer.sessions or self._sessions(peer, result)
                 peer.state, peer.reason = PeerState.KNOWN, ""
                 self._retire_others(peer)
             except (IncompatibleError, ConfigError) as error:
@@ -248,7 +250,7 @@ class Peers:
             if other is not peer and other.address == peer.address:
                 other.is_retired = True
 
-    def _sessions(self, introduction: Introduction) -> dict[int, Session]:
+    def _sessions(self, peer: Peer, introduction: Introduction) -> dict[int, Session]:
         """One for each rank that this rank attends to. Raises IncompatibleError or ConfigError."""
         sources = [end.layout for end in introduction.ranks]
         mine = lanes(self._layout, sources)
@@ -258,6 +260,7 @@ class Peers:
                 end,
                 tuple(lane for lane in mine if lane.source_rank == end.layout.rank),
                 len(attended[end.layout.rank]),
+                "{} port {}".format(*peer.address),
             )
             for end in introduction.ranks
             if self._layout.rank in attended[end.layout.rank]
