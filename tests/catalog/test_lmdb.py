@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from kvferry.catalog.base import Policy
 from kvferry.catalog.lmdb import LmdbCatalog
 from kvferry.testing.catalog import CatalogSuite
 from kvferry.testing.catalog_pair import CatalogMachine, Pair, random_life
@@ -52,10 +53,12 @@ TestLmdbMachine.settings = settings(
 )
 
 
-def test_a_long_life_is_that_of_the_model(tmp_path):
-    pair = Pair(lambda clock: LmdbCatalog(tmp_path, clock), seed=1, segments_max=5)
+@pytest.mark.parametrize("policy", Policy)
+def test_a_long_life_is_that_of_the_model(tmp_path, policy):
+    pair = Pair(lambda clock: LmdbCatalog(tmp_path, clock, policy=policy), 1, 5, policy)
     said = random_life(pair, seed=1, step_count=20_000, check_every=500)
     assert all(said.values())
+    assert (pair.reaches() != {1.0}) is (policy is Policy.ADAPTIVE), "nothing came back"
     pair.close()
 
 

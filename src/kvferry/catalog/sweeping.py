@@ -2,8 +2,9 @@
 
 1. What will be free soon counts: free, graced and growable slots.
 2. An idle segment of another namespace costs nothing: it goes first.
-3. Then the coldest page of all decides. If the namespace that wants room owns it, that one page
-   goes; if another does, the segment of the owner whose pages are oldest on average is emptied.
+3. Then the coldest page decides, of those that go first in their namespaces. If the namespace
+   that wants room owns it, that one page goes; if another does, the segment of the owner whose
+   pages are oldest on average is emptied.
 
 Several namespaces that use their pages thus share the store by use, and one that nobody uses any
 more gives up segment after segment.
@@ -58,10 +59,10 @@ class Book(Protocol):
         """None: the namespace is unknown."""
 
     def coldest_age(self, namespace: bytes) -> int | None:
-        """Age of the coldest page; None: there is none."""
+        """Age of the page that goes first; None: there is none."""
 
     def evict_coldest(self, namespace: bytes) -> None:
-        """Evicts the page with (age, -chunk index, address) lowest."""
+        """Evicts the page that goes first by the policy (`eviction`)."""
 
     def empty(self, segment: int) -> None:
         """Evicts all pages of a READY segment and makes it EMPTIED."""
