@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 from kvferry.catalog.base import Policy
 from kvferry.catalog.lmdb import LmdbCatalog
 from kvferry.testing.catalog import CatalogSuite
+from kvferry.testing.catalog_eviction import CatalogEvictionSuite
 from kvferry.testing.catalog_pair import CatalogMachine, Pair, random_life
 from kvferry.testing.catalog_space import CatalogSpaceSuite
 
@@ -18,8 +19,8 @@ MEMORY = Path("/dev/shm")  # an example opens a catalog, which waits for the dis
 
 class _Lmdb:
     @pytest.fixture
-    def catalog(self, clock, tmp_path):
-        return LmdbCatalog(tmp_path / "catalog", clock)
+    def catalog(self, clock, policy, tmp_path):
+        return LmdbCatalog(tmp_path / "catalog", clock, policy=policy)
 
     @pytest.fixture
     def again(self, clock, tmp_path):
@@ -27,6 +28,10 @@ class _Lmdb:
 
 
 class TestLmdb(_Lmdb, CatalogSuite):
+    pass
+
+
+class TestLmdbEviction(_Lmdb, CatalogEvictionSuite):
     pass
 
 

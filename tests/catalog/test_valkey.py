@@ -14,6 +14,7 @@ from kvferry.testing.catalog import (
     Driver,
     key,
 )
+from kvferry.testing.catalog_eviction import CatalogEvictionSuite
 from kvferry.testing.catalog_pair import CatalogMachine, Pair, random_life
 from kvferry.testing.catalog_space import CatalogSpaceSuite
 from kvferry.testing.clock import ManualClock
@@ -22,8 +23,8 @@ from kvferry.testing.valkey import clocked_catalog
 
 class _Valkey:
     @pytest.fixture
-    def catalog(self, clock, empty_server):
-        return clocked_catalog(empty_server.url, clock)
+    def catalog(self, clock, policy, empty_server):
+        return clocked_catalog(empty_server.url, clock, policy=policy)
 
     @pytest.fixture
     def again(self, clock, empty_server):
@@ -31,6 +32,10 @@ class _Valkey:
 
 
 class TestValkey(_Valkey, CatalogSuite):
+    pass
+
+
+class TestValkeyEviction(_Valkey, CatalogEvictionSuite):
     pass
 
 

@@ -215,13 +215,13 @@ class Catalog(Protocol):
 
     def sweep(self, wanted: Sequence[tuple[bytes, int]] = (), can_grow: bool = True) -> Swept:
         """Ends leases and grace times, then makes room: `wanted` says for which namespaces how
-        many slots should become free. Where FREE, graced and growable slots do not reach that,
-        it evicts: the coldest of the pages that would go first in their namespaces decides; if it
-        is of the wanting namespace, pages are evicted one by one, else the segment of its namespace
-        with the lowest mean age is emptied. At equal age the namespace with the most segments
-        gives. Idle segments of other namespaces (no page, no reservation) go before any page.
-        `can_grow` False: the disk has less than the budget, so what the budget has left is no
-        room."""
+        many slots should become free. Where FREE, graced and growable slots do not reach that, it
+        evicts until they reach an eighth more: the coldest of the pages that would go first in
+        their namespaces decides; if it is of the wanting namespace, pages are evicted one by one,
+        else the segment of its namespace with the lowest mean age is emptied. At equal age the
+        namespace with the most segments gives. Idle segments of other namespaces (no page, no
+        reservation) go before any page. `can_grow` False: the disk has less than the budget, so
+        what the budget has left is no room."""
 
     def grow(self, namespace: bytes) -> int | None:
         """The number of a new segment in state CREATING, or None if the budget is used up. One

@@ -88,12 +88,14 @@ def returned(
     recall: Recall, bucket: bytes, key: bytes, slots_max: int
 ) -> tuple[Recall, bytes, int]:
     """When a page is published: also the uses that it had when it was evicted, 0 if unknown."""
-    for at in range(0, len(bucket), GHOST_BYTES):
-        if bucket[at : at + 4] == key[4:8]:
-            uses = bucket[at + 4]
-            recall = _learned(_counted(recall, uses, -1), uses, slots_max)
-            return recall, bucket[:at] + bucket[at + GHOST_BYTES :], uses
-    return recall, bucket, 0
+    at = bucket.find(key[4:8])
+    while at >= 0 and at % GHOST_BYTES:
+        at = bucket.find(key[4:8], at + 1)
+    if at < 0:
+        return recall, bucket, 0
+    uses = bucket[at + 4]
+    recall = _learned(_counted(recall, uses, -1), uses, slots_max)
+    return recall, bucket[:at] + bucket[at + GHOST_BYTES :], uses
 
 
 def _counted(recall: Recall, uses: int, by: int) -> Recall:

@@ -249,6 +249,7 @@ class LmdbBook:
         row = self._standing(namespace, commit)
         is_complete = row is not None and self._add_slices(namespace, row, commit)
         if page is not None:
+            self._lift(namespace, commit.parent, page.uses, is_use=False)
             if is_complete:
                 self._end_reservation(commit.slot.address, row)
                 self._free(namespace, commit.slot.address)

@@ -175,6 +175,7 @@ class MemoryBook:
         if is_complete:
             del self._reserved[commit.slot.address]
         if page is not None:
+            self._lift(namespace, commit.parent, page.uses, is_use=False)
             if is_complete:
                 self._free.add(commit.slot.address)
                 self._counts["duplicate"] += 1

@@ -1,6 +1,8 @@
 """Who gives way when room is needed: the policy of `sweep`, the same in every catalog.
 
-1. What will be free soon counts: free, graced and growable slots.
+1. What will be free soon counts: free, graced and growable slots. Where that is less than what
+   is wanted (the low mark), an eighth of it more is made (the high mark), so that not every call
+   evicts.
 2. An idle segment of another namespace costs nothing: it goes first.
 3. Then the coldest page decides, of those that go first in their namespaces. If the namespace
    that wants room owns it, that one page goes; if another does, the segment of the owner whose
@@ -17,6 +19,8 @@ from typing import Protocol
 
 from kvferry.catalog.base import Space, SpaceStats
 from kvferry.catalog.snapshot import SegmentEntry, SegmentState
+
+HIGH_MARK_PART = 8
 
 
 @dataclass(slots=True)
@@ -90,6 +94,8 @@ def _make_room_for(book: Book, now_s: float, wanting: bytes, count: int, spare_c
     heats = book.heats()
     idle = _idle(heats, wanting, now_s)
     missing = count - sum(heat.soon_free_count for heat in heats if heat.namespace == wanting)
+    if missing > 0:
+        missing += count // HIGH_MARK_PART
     while missing > 0:
         if spare_count > 0:
             spare_count -= 1

@@ -78,16 +78,18 @@ function Book:recall(space, key)
   end
   local ghosts, name, mark = self:ghosts(space), self:bucket_of(space, key), sub(key, 5, 8)
   local bucket = ghosts:get(name) or ''
-  for at = 1, #bucket, GHOST_BYTES do
-    if sub(bucket, at, at + 3) == mark then
-      local uses = byte(bucket, at + 4)
-      ghosts:put(name, sub(bucket, 1, at - 1) .. sub(bucket, at + GHOST_BYTES))
-      count_ghost(space, uses, -1)
-      self:learn(space, uses)
-      return uses
-    end
+  local at = string.find(bucket, mark, 1, true)
+  while at and (at - 1) % GHOST_BYTES > 0 do
+    at = string.find(bucket, mark, at + 1, true)
   end
-  return 0
+  if not at then
+    return 0
+  end
+  local uses = byte(bucket, at + 4)
+  ghosts:put(name, sub(bucket, 1, at - 1) .. sub(bucket, at + GHOST_BYTES))
+  count_ghost(space, uses, -1)
+  self:learn(space, uses)
+  return uses
 end
 
 -- A ghost of the rarer kind counts for as many of the other kind as there are to one.

@@ -1,5 +1,7 @@
 -- What ends by itself, and who gives way when room is needed: as catalog/sweeping.py says it.
 
+local HIGH_MARK_PART = 8
+
 function Verbs.sweep(book, packed, can_grow)
   local before = book.counts.evicted
   local expired = book:end_timers()
@@ -164,6 +166,7 @@ function Book:make_room_for(space, count, spare)
   if missing <= 0 then
     return spare
   end
+  missing = missing + floor(count / HIGH_MARK_PART)
   local idle = self:idle(space)
   while missing > 0 do
     if spare > 0 then

@@ -167,6 +167,7 @@ function Book:commit(space, piece)
     self:end_reservation(segment, slot)
   end
   if page then
+    self:lift(space, parent, page.uses, false)
     if is_complete then
       self:free(segment, slot)
       self.counts.duplicate = self.counts.duplicate + 1
