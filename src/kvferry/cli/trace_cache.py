@@ -50,10 +50,10 @@ def key_of(chunk: int) -> bytes:
 
 
 class _Page:
-    __slots__ = ("age", "index", "uses")
+    __slots__ = ("age", "index", "slot", "uses")
 
-    def __init__(self, age: int, index: int, uses: int):
-        self.age, self.index, self.uses = age, index, uses
+    def __init__(self, age: int, index: int, uses: int, slot: int):
+        self.age, self.index, self.uses, self.slot = age, index, uses, slot
 
 
 class PrefixCache:
@@ -64,6 +64,7 @@ class PrefixCache:
         self.pages: dict[int, _Page] = {}
         self._slot_count = slot_count
         self._policy = policy
+        self._chunks: list[int] = []  # by slot
         self._cold: list[list[tuple[int, int, int]]] = [[] for _ in range(CLASS_COUNT)]
         self._ghosts: dict[int, bytes] = {}
 
@@ -76,7 +77,7 @@ class PrefixCache:
         for chunk in chunks[:hit_count]:
             page = self.pages[chunk]
             if page.age < age:
-                self._set(chunk, _Page(age, page.index, more_uses(page.uses)))
+                self._set(chunk, _Page(age, page.index, more_uses(page.uses), page.slot))
         for index in range(hit_count, len(chunks)):
             if chunks[index] not in self.pages:
                 self._publish(chunks, index, age)
@@ -84,39 +85,45 @@ class PrefixCache:
 
     def _publish(self, chunks: Sequence[int], index: int, age: int) -> None:
         if len(self.pages) == self._slot_count:
-            self._evict(age)
+            slot = self._evict(age)
+            self._chunks[slot] = chunks[index]
+        else:
+            slot = len(self._chunks)
+            self._chunks.append(chunks[index])
         uses = more_uses(self._returned(chunks[index]))
-        self._set(chunks[index], _Page(age, index, uses))
+        self._set(chunks[index], _Page(age, index, uses, slot))
         while index > 0:  # as the catalog lifts ancestors
             index -= 1
             parent = self.pages.get(chunks[index])
             if parent is None or (parent.age == age and parent.uses >= uses):
                 return
             uses = max(uses, parent.uses)
-            self._set(chunks[index], _Page(age, index, uses))
+            self._set(chunks[index], _Page(age, index, uses, parent.slot))
 
     def _set(self, chunk: int, page: _Page) -> None:
         self.pages[chunk] = page
-        heappush(self._cold[use_class(page.uses)], (page.age, -page.index, chunk))
+        heappush(self._cold[use_class(page.uses)], (page.age, -page.index, page.slot))
 
-    def _evict(self, age: int) -> None:
+    def _evict(self, age: int) -> int:
+        """Returns the slot that is free now."""
         heads = [self._head(use) for use in range(CLASS_COUNT)]
         head = victim(self._policy, heads, age, self.recall.reach)
-        chunk = head.address.slot
+        chunk = self._chunks[head.address.slot]
         uses = self.pages.pop(chunk).uses
         if self._policy is Policy.ADAPTIVE:
             key = key_of(chunk)
             place = bucket_of(key, self._slot_count)
             bucket = self._ghosts.get(place, b"")
             self.recall, self._ghosts[place] = remembered(self.recall, bucket, key, uses)
+        return head.address.slot
 
     def _head(self, use: int) -> Head | None:
         cold = self._cold[use]
         while cold:
-            age, index, chunk = cold[0]
-            page = self.pages.get(chunk)
-            if page is not None and page.age == age and use_class(page.uses) == use:
-                return Head(age, -index, Address(0, chunk))
+            age, index, slot = cold[0]
+            page = self.pages[self._chunks[slot]]
+            if (page.age, -page.index, use_class(page.uses)) == (age, index, use):
+                return Head(age, page.index, Address(0, slot))
             heappop(cold)
         return None
 
