@@ -58,6 +58,7 @@ THIRD_PARTY = {
     "nixl_cu13": ("_nixl.py",),
     "numpy": ("_nixl.py",),
     "lmdb": ("catalog/lmdb",),
+    "libcachesim": ("cli/trace_peers.py",),
     "valkey": ("catalog/valkey_link.py",),
     "prometheus_client": ("metrics.py", "cli/router_counts.py"),
     "aiohttp": ("cli/router", "cli/route.py"),

@@ -70,6 +70,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             " `$XDG_STATE_HOME/kvferry/<store id>`, or `~/.local/state` where that is not set."
         ),
     ] = None
+    eviction: Annotated[
+        Literal["adaptive", "lru"],
+        cluster(
+            description="Which pages give way first: `adaptive` keeps longer what was used again,"
+            " and learns how much longer; `lru` looks at the last use only. May be changed at any"
+            " start."
+        ),
+    ] = "adaptive"
     chunk_tokens: Annotated[
         _Tokens | None,
         cluster(

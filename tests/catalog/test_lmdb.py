@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from kvferry.catalog.base import Policy
 from kvferry.catalog.lmdb import LmdbCatalog
 from kvferry.testing.catalog import CatalogSuite
+from kvferry.testing.catalog_eviction import CatalogEvictionSuite
 from kvferry.testing.catalog_pair import CatalogMachine, Pair, random_life
 from kvferry.testing.catalog_space import CatalogSpaceSuite
 
@@ -17,8 +19,8 @@ MEMORY = Path("/dev/shm")  # an example opens a catalog, which waits for the dis
 
 class _Lmdb:
     @pytest.fixture
-    def catalog(self, clock, tmp_path):
-        return LmdbCatalog(tmp_path / "catalog", clock)
+    def catalog(self, clock, policy, tmp_path):
+        return LmdbCatalog(tmp_path / "catalog", clock, policy=policy)
 
     @pytest.fixture
     def again(self, clock, tmp_path):
@@ -26,6 +28,10 @@ class _Lmdb:
 
 
 class TestLmdb(_Lmdb, CatalogSuite):
+    pass
+
+
+class TestLmdbEviction(_Lmdb, CatalogEvictionSuite):
     pass
 
 
@@ -52,10 +58,12 @@ TestLmdbMachine.settings = settings(
 )
 
 
-def test_a_long_life_is_that_of_the_model(tmp_path):
-    pair = Pair(lambda clock: LmdbCatalog(tmp_path, clock), seed=1, segments_max=5)
+@pytest.mark.parametrize("policy", Policy)
+def test_a_long_life_is_that_of_the_model(tmp_path, policy):
+    pair = Pair(lambda clock: LmdbCatalog(tmp_path, clock, policy=policy), 1, 5, policy)
     said = random_life(pair, seed=1, step_count=20_000, check_every=500)
     assert all(said.values())
+    assert (pair.reaches() != {1.0}) is (policy is Policy.ADAPTIVE), "nothing came back"
     pair.close()
 
 

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import HealthCheck, settings
 
-from kvferry.catalog.base import Verdict
+from kvferry.catalog.base import Policy, Verdict
 from kvferry.testing.catalog import (
     CAPACITY_BYTES,
     LEASE_S,
@@ -14,6 +14,7 @@ from kvferry.testing.catalog import (
     Driver,
     key,
 )
+from kvferry.testing.catalog_eviction import CatalogEvictionSuite
 from kvferry.testing.catalog_pair import CatalogMachine, Pair, random_life
 from kvferry.testing.catalog_space import CatalogSpaceSuite
 from kvferry.testing.clock import ManualClock
@@ -22,8 +23,8 @@ from kvferry.testing.valkey import clocked_catalog
 
 class _Valkey:
     @pytest.fixture
-    def catalog(self, clock, empty_server):
-        return clocked_catalog(empty_server.url, clock)
+    def catalog(self, clock, policy, empty_server):
+        return clocked_catalog(empty_server.url, clock, policy=policy)
 
     @pytest.fixture
     def again(self, clock, empty_server):
@@ -31,6 +32,10 @@ class _Valkey:
 
 
 class TestValkey(_Valkey, CatalogSuite):
+    pass
+
+
+class TestValkeyEviction(_Valkey, CatalogEvictionSuite):
     pass
 
 
@@ -83,10 +88,12 @@ class TestValkeyMachine(ValkeyMachine.TestCase):
     )
 
 
-def test_a_long_life_is_that_of_the_model(empty_server):
-    pair = Pair(lambda clock: clocked_catalog(empty_server.url, clock), seed=1, segments_max=5)
+@pytest.mark.parametrize("policy", Policy)
+def test_a_long_life_is_that_of_the_model(empty_server, policy):
+    pair = Pair(lambda clock: clocked_catalog(empty_server.url, clock, policy=policy), 1, 5, policy)
     said = random_life(pair, seed=1, step_count=5000, check_every=100)
     assert all(said.values())
+    assert (pair.reaches() != {1.0}) is (policy is Policy.ADAPTIVE), "nothing came back"
     pair.close()
 
 

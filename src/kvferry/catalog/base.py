@@ -17,9 +17,10 @@ Space moves between namespaces by whole segments. `grow` adds one within the cap
 (CREATING until `grown`); an emptied segment is handed out by `sweep` for deletion after the grace
 time and leaves the budget only when `shrunk` says that its file is gone.
 
-Recency: the age of a page is the minute of its last use. Whatever makes a page younger (`touch`,
-publishing) makes its ancestors at least as young, so a page is never younger than its parent, and
-"coldest first, at equal age the greatest chunk index first" evicts leaves before what they hang on.
+Recency: the age of a page is the step (10 s) of its last use. Whatever makes a page younger
+(`touch`, publishing) makes its ancestors at least as young, so a page is never younger than its
+parent, and "coldest first, at equal age the greatest chunk index first" evicts leaves before what
+they hang on. How often a page was used counts too, where the policy is not `lru` (`eviction`).
 
 A namespace that the catalog does not know (it was lost since `attach`, or had no segment for a day)
 has no pages; verbs that need its `Space` (reserve, grow, adopt) raise UnavailableError with kind
@@ -44,8 +45,12 @@ GRACE_S = 10.0
 """For how long an evicted or given-up slot is not used again."""
 CREATION_S = 60.0
 """For how long a new segment may be CREATING, and then idle before another namespace takes it."""
-AGE_STEP_S = 60.0
+AGE_STEP_S = 10.0
 """Granularity of ages."""
+USES_MAX = 15
+"""Uses of a page are counted up to here."""
+CLASS_COUNT = 4
+"""Used once, twice, 4 times, 8 times or more."""
 SPACE_IDLE_S = 86_400.0
 """After this time without a segment a namespace is forgotten."""
 ATTACH_STEP_S = 3600.0
@@ -57,6 +62,17 @@ did, or nothing."""
 
 PACKED_HIT = struct.Struct("<II16s")
 """Segment, slot, generation: a `Hit` in `lookup_packed`. All zeros: a miss."""
+
+
+class Policy(Enum):
+    """Which page of a namespace goes first: `eviction` says how. All who share a catalog name the
+    same; the records are the same for all."""
+
+    LRU = "lru"
+    ADAPTIVE = "adaptive"
+
+
+DEFAULT_POLICY = Policy.ADAPTIVE
 
 
 class Hit(NamedTuple):
@@ -190,7 +206,7 @@ class Catalog(Protocol):
         slot of another generation, or published, is left alone."""
 
     def touch(self, namespace: bytes, keys: Sequence[bytes]) -> None:
-        """Marks these pages and all their ancestors as used in this minute. Cheap where they
+        """Marks these pages and all their ancestors as used in this step. Cheap where they
         are already: nothing is written."""
 
     def evict(self, namespace: bytes, pages: Sequence[tuple[bytes, bytes]]) -> int:
@@ -199,12 +215,13 @@ class Catalog(Protocol):
 
     def sweep(self, wanted: Sequence[tuple[bytes, int]] = (), can_grow: bool = True) -> Swept:
         """Ends leases and grace times, then makes room: `wanted` says for which namespaces how
-        many slots should become free. Where FREE, graced and growable slots do not reach that,
-        it evicts: the coldest page of all namespaces decides; if it is of the wanting namespace,
-        pages are evicted one by one, else the segment of its namespace with the lowest mean age
-        is emptied. At equal age the namespace with the most segments gives. Idle segments of
-        other namespaces (no page, no reservation) go before any page. `can_grow` False: the disk
-        has less than the budget, so what the budget has left is no room."""
+        many slots should become free. Where FREE, graced and growable slots do not reach that, it
+        evicts until they reach an eighth more: the coldest of the pages that would go first in
+        their namespaces decides; if it is of the wanting namespace, pages are evicted one by one,
+        else the segment of its namespace with the lowest mean age is emptied. At equal age the
+        namespace with the most segments gives. Idle segments of other namespaces (no page, no
+        reservation) go before any page. `can_grow` False: the disk has less than the budget, so
+        what the budget has left is no room."""
 
     def grow(self, namespace: bytes) -> int | None:
         """The number of a new segment in state CREATING, or None if the budget is used up. One

@@ -12,12 +12,14 @@ from typing import NamedTuple, TypeVar
 
 from kvferry.catalog import lmdb_environment
 from kvferry.catalog.base import (
+    DEFAULT_POLICY,
     GRACE_S,
     PACKED_HIT,
     CatalogStats,
     Commit,
     Hit,
     Page,
+    Policy,
     Slot,
     Space,
     Swept,
@@ -60,6 +62,7 @@ class LmdbCatalog:
         map_bytes: int = lmdb_environment.MAP_BYTES,
         *,
         is_guest: bool = False,
+        policy: Policy = DEFAULT_POLICY,
     ):
         self.catalog_id = b""
         self._folder = folder
@@ -71,6 +74,7 @@ class LmdbCatalog:
         self._lookup_count = 0
         self._hit_count = 0
         self._is_guest = is_guest
+        self._policy = policy
 
     def open(self, store_id: bytes, capacity_bytes: int, segment_bytes: int) -> bool:
         if self._environment is not None:
@@ -160,7 +164,8 @@ class LmdbCatalog:
         return self._opened().read(lambda tables: verb(self._book(tables)))
 
     def _book(self, tables: Tables) -> LmdbBook:
-        return LmdbBook(tables, self._clock.now_s(), self._grace_s, self._clock.random_bytes)
+        clock = self._clock
+        return LmdbBook(tables, clock.now_s(), self._grace_s, clock.random_bytes, self._policy)
 
     # Verbs.
 

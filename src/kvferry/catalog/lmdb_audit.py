@@ -71,6 +71,7 @@ class Audit:
                 (numbers[unpack_number(key[32:])], key[:32]): _page_entry(row)
                 for key, row in self._pages.items()
             },
+            recalls={namespace: tuple(row.recall) for namespace, row in self._spaces.items()},
         )
 
     def _graced(self) -> dict[Address, float]:
@@ -117,4 +118,4 @@ def _reserved_entry(row: ReservedRow) -> ReservedEntry:
 
 
 def _page_entry(row: PageRow) -> PageEntry:
-    return PageEntry(row.address, row.generation, row.age, row.chunk_index, row.parent)
+    return PageEntry(row.address, row.generation, row.age, row.chunk_index, row.parent, row.uses)

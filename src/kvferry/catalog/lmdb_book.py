@@ -16,6 +16,7 @@ from kvferry.catalog.base import (
     CatalogStats,
     Commit,
     Page,
+    Policy,
     Slot,
     Space,
     Swept,
@@ -24,7 +25,9 @@ from kvferry.catalog.base import (
     check_space,
     unknown_namespace,
 )
+from kvferry.catalog.eviction import more_uses
 from kvferry.catalog.lmdb_environment import Tables
+from kvferry.catalog.lmdb_eviction import LmdbEviction
 from kvferry.catalog.lmdb_records import (
     ABSENT_PAGE,
     GRACE,
@@ -38,6 +41,7 @@ from kvferry.catalog.lmdb_records import (
     SpaceRow,
     Timer,
     address_key,
+    catalog_stats,
     cold_key,
     free_key,
     number_key,
@@ -47,14 +51,13 @@ from kvferry.catalog.lmdb_records import (
     packed_age,
     packed_hit,
     page_suffix,
-    unpack_cold,
     unpack_free,
     unpack_number,
     unpack_published,
     unpack_segment,
 )
 from kvferry.catalog.snapshot import SegmentState
-from kvferry.catalog.sweeping import SegmentHeat, make_room, space_stats
+from kvferry.catalog.sweeping import SegmentHeat, make_room
 from kvferry.errors import ExhaustedError
 from kvferry.layout import Address
 
@@ -72,6 +75,7 @@ class LmdbBook:
         host_now_s: float,
         grace_s: float,
         mint: Callable[[int], bytes],
+        policy: Policy,
     ):
         self._tables = tables
         self._grace_s = grace_s
@@ -79,7 +83,10 @@ class LmdbBook:
         self._meta = Meta.unpack(tables.meta.get(META_KEY))
         self._now_s = max(self._meta.last_s, host_now_s + self._meta.offset_s)
         self._age = int(self._now_s // AGE_STEP_S)
+        segments_max = self._meta.capacity_bytes // self._meta.segment_bytes
+        self._eviction = LmdbEviction(tables, policy, segments_max)
         self._spaces: dict[bytes, SpaceRow | None] = {}
+        self._taught: set[bytes] = set()  # namespaces whose rows are to be written
         self._segments: dict[int, SegmentHeat | None] = {}
         self._packed: dict[int, bytes | None] = {}  # the same, as they were
         self._heats: list[SegmentHeat] | None = None
@@ -93,13 +100,13 @@ class LmdbBook:
         for number, heat in self._segments.items():
             if heat is not None and (packed := pack_segment(heat)) != self._packed.get(number):
                 self._tables.segments.put(number_key(number), packed)
-        meta = self._meta
+        for row in filter(None, map(self._spaces.get, self._taught)):
+            self._tables.spaces.put(row.space.namespace, row.pack())
+        meta = self._meta.with_lookups(lookup_count, hit_count)
         self._tables.meta.put(
             META_KEY,
             meta._replace(
                 last_s=self._now_s,
-                lookup_count=meta.lookup_count + lookup_count,
-                hit_count=meta.hit_count + hit_count,
                 published_count=meta.published_count + self._published_count,
                 duplicate_count=meta.duplicate_count + self._duplicate_count,
                 expired_count=meta.expired_count + self._expired_count,
@@ -176,15 +183,19 @@ class LmdbBook:
 
     def touch(self, namespace: bytes, keys: Sequence[bytes]) -> None:
         for key in keys:
-            self._lift(namespace, key)
+            self._lift(namespace, key, 1, is_use=True)
 
-    def _lift(self, namespace: bytes, key: bytes) -> None:
-        """Marks a page and its ancestors as used now."""
-        while (page := self._page(namespace, key)) and page.age < self._age:
+    def _lift(self, namespace: bytes, key: bytes, uses: int, *, is_use: bool) -> None:
+        """As `memory_book` has it."""
+        while page := self._page(namespace, key):
+            if page.age == self._age and page.uses >= uses:
+                return
             space = self._space(namespace).number
             self._tables.cold.delete(cold_key(space, page))
             self._segment(page.segment).age_sum += self._age - page.age
-            self._write_page(space, key, page._replace(age=self._age))
+            own_uses = more_uses(page.uses) if is_use and page.age < self._age else page.uses
+            uses = max(own_uses, uses)
+            self._write_page(space, key, page._replace(age=self._age, uses=uses))
             key = page.parent
 
     def _write_page(self, space: int, key: bytes, page: PageRow) -> None:
@@ -238,6 +249,7 @@ class LmdbBook:
         row = self._standing(namespace, commit)
         is_complete = row is not None and self._add_slices(namespace, row, commit)
         if page is not None:
+            self._lift(namespace, commit.parent, page.uses, is_use=False)
             if is_complete:
                 self._end_reservation(commit.slot.address, row)
                 self._free(namespace, commit.slot.address)
@@ -282,13 +294,24 @@ class LmdbBook:
         self._segment(address.segment).reserved_count -= 1
 
     def _publish(self, namespace: bytes, page: Page) -> None:
-        row = PageRow(*page.address, page.generation, self._age, page.chunk_index, page.parent)
-        self._write_page(self._space(namespace).number, page.key, row)
+        space, ghost_uses = self._eviction.recall(self._space(namespace), page.key)
+        self._teach(space)
+        uses = more_uses(ghost_uses)
+        row = PageRow(
+            *page.address, page.generation, self._age, page.chunk_index, page.parent, uses
+        )
+        self._write_page(space.number, page.key, row)
         self._tables.slots.put(address_key(page.address), pack_published(page.key))
         heat = self._segment(page.address.segment)
         heat.page_count += 1
         heat.age_sum += self._age
-        self._lift(namespace, page.parent)
+        self._lift(namespace, page.parent, uses, is_use=False)
+
+    def _teach(self, row: SpaceRow) -> None:
+        namespace = row.space.namespace
+        if row is not self._spaces[namespace]:
+            self._spaces[namespace] = row
+            self._taught.add(namespace)
 
     def abort(self, namespace: bytes, slots: Sequence[Slot]) -> None:
         for address, generation in slots:
@@ -419,6 +442,7 @@ class LmdbBook:
             namespace = row.space.namespace
             if namespace not in in_use and row.attached_s <= self._now_s - SPACE_IDLE_S:
                 self._tables.spaces.delete(namespace)
+                self._eviction.forget(row)
                 self._spaces[namespace] = None
 
     def _deletable(self) -> Iterable[int]:
@@ -444,18 +468,17 @@ class LmdbBook:
         return row and row.space.slot_count
 
     def coldest_age(self, namespace: bytes) -> int | None:
-        found = self._coldest(namespace)
-        return found and found[0]
+        head = self._eviction.coldest(self._space(namespace), self._age)
+        return head and head.age
 
     def evict_coldest(self, namespace: bytes) -> None:
-        _, address = self._coldest(namespace)
+        space = self._space(namespace)
+        address = self._eviction.coldest(space, self._age).address
         key = unpack_published(self._tables.slots.get(address_key(address)))
-        self._remove_page(namespace, key, self._page(namespace, key))
+        page = self._page(namespace, key)
+        self._remove_page(namespace, key, page)
         self._start_grace(address, self._now_s + self._grace_s)
-
-    def _coldest(self, namespace: bytes) -> tuple[int, Address] | None:
-        found = self._tables.cold.first(number_key(self._space(namespace).number))
-        return found and unpack_cold(found[0])
+        self._teach(self._eviction.remember(space, key, page.uses))
 
     def empty(self, segment: int) -> None:
         """Reserved slots stay their writers' until the leases end, but are not published."""
@@ -474,16 +497,5 @@ class LmdbBook:
 
     def stats(self, lookup_count: int, hit_count: int) -> CatalogStats:
         """`lookup_count`, `hit_count`: what was not flushed yet."""
-        heats, meta = self.heats(), self._meta
-        return CatalogStats(
-            capacity_bytes=meta.capacity_bytes,
-            segment_bytes=meta.segment_bytes,
-            segment_count=len(heats),
-            spaces=tuple(space_stats(row.space, heats) for row in self._space_rows()),
-            lookup_key_count=meta.lookup_count + lookup_count,
-            hit_key_count=meta.hit_count + hit_count,
-            published_count=meta.published_count,
-            duplicate_count=meta.duplicate_count,
-            expired_count=meta.expired_count,
-            evicted_count=meta.evicted_count,
-        )
+        meta = self._meta.with_lookups(lookup_count, hit_count)
+        return catalog_stats(meta, self.heats(), [row.space for row in self._space_rows()])

@@ -147,11 +147,12 @@ class Tables:
         self.timers = Table(transaction, databases["timers"])
         self.pages = Table(transaction, databases["pages"])
         self.cold = Table(transaction, databases["cold"])
+        self.ghosts = Table(transaction, databases["ghosts"])
 
     def clear(self) -> None:
         for table in (self.meta, self.spaces, self.segments, self.slots):
             table.clear()
-        for table in (self.free, self.timers, self.pages, self.cold):
+        for table in (self.free, self.timers, self.pages, self.cold, self.ghosts):
             table.clear()
 
     def page_values(self, keys: Iterable[bytes], default: bytes) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""Records of the embedded catalog, version 1: keys and values of its tables.
+"""Records of the embedded catalog, version 2: keys and values of its tables.
 
 Keys are big-endian, so that they sort by what they say, and so are values, but for `PageRow`, which
 begins with a `PACKED_HIT`. A space is named by a number inside keys, which keeps them short.
@@ -12,40 +12,46 @@ begins with a `PACKED_HIT`. A space is named by a number inside keys, which keep
 | free | space, address | nothing |
 | timers | moment, kind, address | nothing |
 | pages | page key, space | `PageRow` |
-| cold | space, age, 2^32-1 - chunk index, address | nothing |
+| cold | space, class of uses, age, 2^32-1 - chunk index, address | nothing |
+| ghosts | space, number of a bucket | ghosts, as `eviction` packs them |
 
-History: 1, first.
+History: 1, first. 2, uses of a page, ghosts; ages in steps of 10 s. A file of version 1 starts
+empty and is filled from the pages.
 """
 
 import struct
+from collections.abc import Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
-from kvferry.catalog.base import PACKED_HIT, Space
+from kvferry.catalog.base import PACKED_HIT, CatalogStats, Space
+from kvferry.catalog.eviction import Head, Recall, use_class
 from kvferry.catalog.snapshot import SegmentState
-from kvferry.catalog.sweeping import SegmentHeat
+from kvferry.catalog.sweeping import SegmentHeat, space_stats
 from kvferry.layout import Address
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 META_KEY = b"catalog"
 NO_KEY = bytes(32)
 
-TABLES = ("meta", "spaces", "segments", "slots", "free", "timers", "pages", "cold")
+TABLES = ("meta", "spaces", "segments", "slots", "free", "timers", "pages", "cold", "ghosts")
 
 LEASE = 1
 GRACE = 2
 
 _META = struct.Struct(">I16s16sQQ16sddIIQQQQQQ")
-_SPACE = struct.Struct(">IIQIId")
+_SPACE = struct.Struct(">IIQIIddII")
 _SEGMENT = struct.Struct(">32sBdIIIIQ")
 _RESERVED = struct.Struct(">c16sd32s")
 _PUBLISHED = struct.Struct(">c32s")
-_PAGE = struct.Struct("<II16sII32s")
+_PAGE = struct.Struct("<II16sII32sB")
 _NUMBER = struct.Struct(">I")
 _ADDRESS = struct.Struct(">II")
 _FREE = struct.Struct(">III")
 _TIMER = struct.Struct(">dBII")
-_COLD = struct.Struct(">IIIII")
+_COLD = struct.Struct(">IBIIII")
+_CLASS = struct.Struct(">IB")
+_BUCKET = struct.Struct(">II")
 _CHUNK_MAX = 2**32 - 1
 
 packed_hit = itemgetter(slice(PACKED_HIT.size))
@@ -54,7 +60,7 @@ packed_age = itemgetter(slice(24, 28))
 """Its age, as `pack_age` makes it."""
 pack_age = struct.Struct("<I").pack
 NO_AGE = pack_age(2**32 - 1)
-ABSENT_PAGE = bytes(24) + NO_AGE + bytes(36)
+ABSENT_PAGE = bytes(24) + NO_AGE + bytes(37)
 """Stands for a page that is not there: its hit is a miss, its age is none."""
 
 
@@ -77,6 +83,11 @@ class Meta(NamedTuple):
     expired_count: int = 0
     evicted_count: int = 0
 
+    def with_lookups(self, lookup_count: int, hit_count: int) -> "Meta":
+        return self._replace(
+            lookup_count=self.lookup_count + lookup_count, hit_count=self.hit_count + hit_count
+        )
+
     def pack(self) -> bytes:
         return _META.pack(FORMAT_VERSION, *self)
 
@@ -90,22 +101,26 @@ class Meta(NamedTuple):
 
 
 class SpaceRow(NamedTuple):
-    """A namespace: its number and what `attach` said."""
+    """A namespace: its number, what `attach` said, and what its evictions taught."""
 
     number: int
     space: Space
     attached_s: float
+    recall: Recall = Recall()
 
     def pack(self) -> bytes:
         s = self.space
         sizes = (s.slot_count, s.slot_bytes, s.slice_count, s.chunk_tokens)
-        return _SPACE.pack(self.number, *sizes, self.attached_s) + s.description.encode()
+        return (
+            _SPACE.pack(self.number, *sizes, self.attached_s, *self.recall) + s.description.encode()
+        )
 
     @classmethod
     def unpack(cls, namespace: bytes, packed: bytes) -> "SpaceRow":
-        number, *sizes, attached_s = _SPACE.unpack_from(packed)
+        number, *fields = _SPACE.unpack_from(packed)
+        sizes, attached_s, recall = fields[:4], fields[4], Recall._make(fields[5:])
         space = Space(namespace, *sizes, description=packed[_SPACE.size :].decode())
-        return cls(number, space, attached_s)
+        return cls(number, space, attached_s, recall)
 
 
 class ReservedRow(NamedTuple):
@@ -138,6 +153,7 @@ class PageRow(NamedTuple):
     age: int
     chunk_index: int
     parent: bytes
+    uses: int
 
     @property
     def address(self) -> Address:
@@ -193,6 +209,23 @@ def unpack_published(packed: bytes) -> bytes:
     return _PUBLISHED.unpack(packed)[1]
 
 
+def catalog_stats(
+    meta: Meta, heats: Sequence[SegmentHeat], spaces: Sequence[Space]
+) -> CatalogStats:
+    return CatalogStats(
+        capacity_bytes=meta.capacity_bytes,
+        segment_bytes=meta.segment_bytes,
+        segment_count=len(heats),
+        spaces=tuple(space_stats(space, heats) for space in spaces),
+        lookup_key_count=meta.lookup_count,
+        hit_key_count=meta.hit_count,
+        published_count=meta.published_count,
+        duplicate_count=meta.duplicate_count,
+        expired_count=meta.expired_count,
+        evicted_count=meta.evicted_count,
+    )
+
+
 def number_key(number: int) -> bytes:
     """Key of a segment, and prefix of its slots."""
     return _NUMBER.pack(number)
@@ -225,10 +258,19 @@ def page_suffix(space: int) -> bytes:
 
 def cold_key(space: int, page: PageRow) -> bytes:
     coldness = _CHUNK_MAX - page.chunk_index
-    return _COLD.pack(space, page.age, coldness, page.segment, page.slot)
+    use = use_class(page.uses)
+    return _COLD.pack(space, use, page.age, coldness, page.segment, page.slot)
 
 
-def unpack_cold(packed: bytes) -> tuple[int, Address]:
-    """Age and address."""
-    _, age, _, segment, slot = _COLD.unpack(packed)
-    return age, Address(segment, slot)
+def unpack_cold(packed: bytes) -> Head:
+    _, _, age, coldness, segment, slot = _COLD.unpack(packed)
+    return Head(age, _CHUNK_MAX - coldness, Address(segment, slot))
+
+
+def class_key(space: int, use: int) -> bytes:
+    """What the keys of the pages of one class begin with in `cold`."""
+    return _CLASS.pack(space, use)
+
+
+def bucket_key(space: int, bucket: int) -> bytes:
+    return _BUCKET.pack(space, bucket)

@@ -10,12 +10,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from kvferry.catalog.base import (
+    DEFAULT_POLICY,
     GRACE_S,
     PACKED_HIT,
     CatalogStats,
     Commit,
     Hit,
     Page,
+    Policy,
     Slot,
     Space,
     Swept,
@@ -31,8 +33,9 @@ from kvferry.errors import ClosedError
 class MemoryCatalog:
     """See the module and the contract."""
 
-    def __init__(self, clock: Clock, grace_s: float = GRACE_S):
+    def __init__(self, clock: Clock, grace_s: float = GRACE_S, policy: Policy = DEFAULT_POLICY):
         self.catalog_id = b""
+        self._policy = policy
         self._clock = clock
         self._grace_s = grace_s
         self._lock = threading.Lock()
@@ -46,7 +49,7 @@ class MemoryCatalog:
             if is_new:
                 self.catalog_id = self._clock.random_bytes(16)
                 self._store_id = store_id
-                self._book = MemoryBook(self._clock, self._grace_s, segment_bytes)
+                self._book = MemoryBook(self._clock, self._grace_s, segment_bytes, self._policy)
             check_segment_bytes(self._book.segment_bytes, segment_bytes)
             self._book.capacity_bytes = capacity_bytes
             self._open_count += 1

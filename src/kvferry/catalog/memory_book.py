@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from kvferry.catalog.base import (
     AGE_STEP_S,
     ATTACH_STEP_S,
+    CLASS_COUNT,
     CREATION_S,
     SPACE_IDLE_S,
     CatalogStats,
     Commit,
     Hit,
     Page,
+    Policy,
     Slot,
     Space,
     Swept,
@@ -24,6 +26,16 @@ from kvferry.catalog.base import (
     check_slices,
     check_space,
     unknown_namespace,
+)
+from kvferry.catalog.eviction import (
+    Head,
+    Recall,
+    bucket_of,
+    more_uses,
+    remembered,
+    returned,
+    use_class,
+    victim,
 )
 from kvferry.catalog.snapshot import (
     PageEntry,
@@ -68,13 +80,15 @@ class _Page:
     age: int
     chunk_index: int
     parent: bytes
+    uses: int
 
 
 class MemoryBook:
     """The accounting of one store. Not safe for threads: `MemoryCatalog` locks."""
 
-    def __init__(self, clock: Clock, grace_s: float, segment_bytes: int):
+    def __init__(self, clock: Clock, grace_s: float, segment_bytes: int, policy: Policy):
         self.capacity_bytes = 0
+        self._policy = policy
         self.segment_bytes = segment_bytes
         self._clock = clock
         self._grace_s = grace_s
@@ -86,12 +100,15 @@ class MemoryBook:
         self._reserved: dict[Address, _Reservation] = {}
         self._graced: dict[Address, float] = {}
         self._pages: dict[tuple[bytes, bytes], _Page] = {}
+        self._recalls: dict[bytes, Recall] = {}
+        self._ghosts: dict[tuple[bytes, int], bytes] = {}
         self._counts: Counter[str] = Counter()
 
     # Namespaces and pages.
 
     def attach(self, space: Space) -> None:
         check_space(self._spaces.setdefault(space.namespace, space), space)
+        self._recalls.setdefault(space.namespace, Recall())
         now_s = self._clock.now_s()
         if now_s >= self._attached_s.setdefault(space.namespace, now_s) + ATTACH_STEP_S:
             self._attached_s[space.namespace] = now_s
@@ -104,14 +121,19 @@ class MemoryBook:
 
     def touch(self, namespace: bytes, keys: Sequence[bytes]) -> None:
         for key in keys:
-            self._lift(namespace, key)
+            self._lift(namespace, key, 1, is_use=True)
 
-    def _lift(self, namespace: bytes, key: bytes) -> None:
-        """Marks a page and its ancestors as used now."""
+    def _lift(self, namespace: bytes, key: bytes, uses: int, *, is_use: bool) -> None:
+        """Marks a page and its ancestors as used now, and at least `uses` times. `is_use`: once
+        more than before."""
         age = self._age()
-        while (page := self._pages.get((namespace, key))) and page.age < age:
-            page.age = age
-            key = page.parent
+        while page := self._pages.get((namespace, key)):
+            if page.age == age and page.uses >= uses:
+                return
+            if page.age < age and is_use:
+                page.uses = more_uses(page.uses)
+            page.age, page.uses = age, max(page.uses, uses)
+            key, uses = page.parent, page.uses
 
     def _age(self) -> int:
         return int(self._clock.now_s() // AGE_STEP_S)
@@ -153,6 +175,7 @@ class MemoryBook:
         if is_complete:
             del self._reserved[commit.slot.address]
         if page is not None:
+            self._lift(namespace, commit.parent, page.uses, is_use=False)
             if is_complete:
                 self._free.add(commit.slot.address)
                 self._counts["duplicate"] += 1
@@ -187,10 +210,25 @@ class MemoryBook:
         return len(reservation.slices) == slice_count
 
     def _publish(self, namespace: bytes, page: Page) -> None:
+        uses = more_uses(self._return(namespace, page.key))
         self._pages[namespace, page.key] = _Page(
-            page.address, page.generation, self._age(), page.chunk_index, page.parent
+            page.address, page.generation, self._age(), page.chunk_index, page.parent, uses
         )
-        self._lift(namespace, page.parent)
+        self._lift(namespace, page.parent, uses, is_use=False)
+
+    def _return(self, namespace: bytes, key: bytes) -> int:
+        """The uses that a page had when it was evicted; 0: no ghost of it is left."""
+        slots_max = self._slots_max(namespace)
+        place = namespace, bucket_of(key, slots_max)
+        recall, bucket = self._recalls[namespace], self._ghosts.get(place, b"")
+        recall, bucket, uses = returned(recall, bucket, key, slots_max)
+        if uses:
+            self._recalls[namespace], self._ghosts[place] = recall, bucket
+        return uses
+
+    def _slots_max(self, namespace: bytes) -> int:
+        segments_max = max(1, self.capacity_bytes // self.segment_bytes)
+        return segments_max * self._spaces[namespace].slot_count
 
     def abort(self, namespace: bytes, slots: Sequence[Slot]) -> None:
         for address, generation in slots:
@@ -307,6 +345,9 @@ class MemoryBook:
         for namespace in self._spaces.keys() - in_use:
             if self._attached_s[namespace] <= limit_s:
                 del self._spaces[namespace], self._attached_s[namespace]
+                del self._recalls[namespace]
+                for place in [place for place in self._ghosts if place[0] == namespace]:
+                    del self._ghosts[place]
 
     def _deletable(self) -> tuple[int, ...]:
         """Emptied segments that nobody may still write to or read from."""
@@ -349,14 +390,27 @@ class MemoryBook:
         return space and space.slot_count
 
     def coldest_age(self, namespace: bytes) -> int | None:
-        return min((page.age for _, page in self._pages_of(namespace)), default=None)
+        head = self._coldest(namespace)
+        return head and head.age
 
     def evict_coldest(self, namespace: bytes) -> None:
-        key, page = min(
-            self._pages_of(namespace),
-            key=lambda pair: (pair[1].age, -pair[1].chunk_index, pair[1].address),
-        )
+        head = self._coldest(namespace)
+        pages = self._pages_of(namespace)
+        key, page = next(pair for pair in pages if pair[1].address == head.address)
         self._evict(namespace, key, page.generation)
+        if self._policy is Policy.ADAPTIVE:
+            place = namespace, bucket_of(key, self._slots_max(namespace))
+            self._recalls[namespace], self._ghosts[place] = remembered(
+                self._recalls[namespace], self._ghosts.get(place, b""), key, page.uses
+            )
+
+    def _coldest(self, namespace: bytes) -> Head | None:
+        heads: list[Head | None] = [None] * CLASS_COUNT
+        for _, page in self._pages_of(namespace):
+            head = Head(page.age, page.chunk_index, page.address)
+            use = use_class(page.uses)
+            heads[use] = min(heads[use] or head, head, key=_coldness)
+        return victim(self._policy, heads, self._age(), self._recalls[namespace].reach)
 
     def empty(self, segment: int) -> None:
         """Reserved slots stay their writers' until the leases end, but are not published."""
@@ -406,7 +460,12 @@ class MemoryBook:
             },
             graced=dict(self._graced),
             pages={
-                owner: PageEntry(p.address, p.generation, p.age, p.chunk_index, p.parent)
+                owner: PageEntry(p.address, p.generation, p.age, p.chunk_index, p.parent, p.uses)
                 for owner, p in self._pages.items()
             },
+            recalls={namespace: tuple(recall) for namespace, recall in self._recalls.items()},
         )
+
+
+def _coldness(head: Head) -> tuple[int, int, Address]:
+    return head.age, -head.chunk_index, head.address

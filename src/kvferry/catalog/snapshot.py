@@ -43,18 +43,21 @@ class ReservedEntry:
 
 @dataclass(frozen=True, slots=True)
 class PageEntry:
-    """A published page. `age`: number of the minute of its last use."""
+    """A published page. `age`: number of the step of its last use; `uses`: how many steps it was
+    used in, as far as they are counted."""
 
     address: Address
     generation: bytes
     age: int
     chunk_index: int
     parent: bytes
+    uses: int
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """`graced`: slots and the time from which on they are free. Pages by (namespace, key)."""
+    """`graced`: slots and the time from which on they are free. Pages by (namespace, key).
+    `recalls`: by namespace what `eviction.Recall` has."""
 
     capacity_bytes: int
     segment_bytes: int
@@ -64,6 +67,7 @@ class Snapshot:
     reserved: dict[Address, ReservedEntry]
     graced: dict[Address, float]
     pages: dict[tuple[bytes, bytes], PageEntry]
+    recalls: dict[bytes, tuple[float, int, int]]
 
 
 def check_invariants(snapshot: Snapshot) -> list[str]:

@@ -1,9 +1,12 @@
 """Who gives way when room is needed: the policy of `sweep`, the same in every catalog.
 
-1. What will be free soon counts: free, graced and growable slots.
+1. What will be free soon counts: free, graced and growable slots. Where that is less than what
+   is wanted (the low mark), an eighth of it more is made (the high mark), so that not every call
+   evicts.
 2. An idle segment of another namespace costs nothing: it goes first.
-3. Then the coldest page of all decides. If the namespace that wants room owns it, that one page
-   goes; if another does, the segment of the owner whose pages are oldest on average is emptied.
+3. Then the coldest page decides, of those that go first in their namespaces. If the namespace
+   that wants room owns it, that one page goes; if another does, the segment of the owner whose
+   pages are oldest on average is emptied.
 
 Several namespaces that use their pages thus share the store by use, and one that nobody uses any
 more gives up segment after segment.
@@ -16,6 +19,8 @@ from typing import Protocol
 
 from kvferry.catalog.base import Space, SpaceStats
 from kvferry.catalog.snapshot import SegmentEntry, SegmentState
+
+HIGH_MARK_PART = 8
 
 
 @dataclass(slots=True)
@@ -58,10 +63,10 @@ class Book(Protocol):
         """None: the namespace is unknown."""
 
     def coldest_age(self, namespace: bytes) -> int | None:
-        """Age of the coldest page; None: there is none."""
+        """Age of the page that goes first; None: there is none."""
 
     def evict_coldest(self, namespace: bytes) -> None:
-        """Evicts the page with (age, -chunk index, address) lowest."""
+        """Evicts the page that goes first by the policy (`eviction`)."""
 
     def empty(self, segment: int) -> None:
         """Evicts all pages of a READY segment and makes it EMPTIED."""
@@ -89,6 +94,8 @@ def _make_room_for(book: Book, now_s: float, wanting: bytes, count: int, spare_c
     heats = book.heats()
     idle = _idle(heats, wanting, now_s)
     missing = count - sum(heat.soon_free_count for heat in heats if heat.namespace == wanting)
+    if missing > 0:
+        missing += count // HIGH_MARK_PART
     while missing > 0:
         if spare_count > 0:
             spare_count -= 1

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from kvferry.catalog import valkey_records as records
 from kvferry.catalog.base import (
+    DEFAULT_POLICY,
     GRACE_S,
     LOST,
     PACKED_HIT,
@@ -24,6 +25,7 @@ from kvferry.catalog.base import (
     Commit,
     Hit,
     Page,
+    Policy,
     Slot,
     Space,
     Swept,
@@ -84,11 +86,13 @@ class ValkeyCatalog:
         *,
         link: Link | None = None,
         is_guest: bool = False,
+        policy: Policy = DEFAULT_POLICY,
     ):
         self.catalog_id = b""
         self._clock = clock
         self._grace_s = grace_s
         self._is_guest = is_guest
+        self._policy = policy
         self._link = link or Link(server, clock, library())
         self._opened: _Opened | None = None
         self._lock = threading.Lock()  # for the two counts
@@ -166,7 +170,7 @@ class ValkeyCatalog:
         namespace: bytes = b"",
     ) -> bytes:
         opened = self._require()
-        header = records.HEADER.pack(self._grace_s, *counts)
+        header = records.HEADER.pack(self._grace_s, *counts, self._policy is Policy.ADAPTIVE)
         operation = self._link.operation() if once else b""
         said = self._link.call(
             function, opened.root, opened.catalog_id, header, operation, *arguments

@@ -20,8 +20,8 @@ from kvferry.layout import Address
 
 NO_KEY = bytes(32)
 
-HEADER = struct.Struct("<dII")
-"""Grace time, lookups and hits that were not told yet."""
+HEADER = struct.Struct("<dIIB")
+"""Grace time, lookups and hits that were not told yet, whether the policy is `adaptive`."""
 NUMBER = struct.Struct("<I")
 LEASE = struct.Struct("<d")
 SLOT = struct.Struct("<II16s")
@@ -33,9 +33,9 @@ _COMMIT = struct.Struct("<32s32sIII16sii")
 _FOUND = struct.Struct("<32s32sII16s")
 _WANTED = struct.Struct("<32sI")
 _SPACE = struct.Struct(">IIdII")
-_TOTALS = struct.Struct(">IIIIId")
+_TOTALS = struct.Struct(">IIIIIddII")
 _SEGMENT = struct.Struct(">I32sBdIIIId")
-_PAGE = struct.Struct("<II16sII32s")
+_PAGE = struct.Struct("<II16sII32sB")
 _RESERVED = struct.Struct("<c16sd32s")
 
 
@@ -127,7 +127,7 @@ def read_stats(
 
 def _space_stats(namespace: bytes, row: bytes, totals: bytes) -> SpaceStats:
     _, _, slot_bytes, _, _ = _SPACE.unpack_from(row)
-    segment_count, _, page_count, reserved_count, graced_count, _ = _TOTALS.unpack(totals)
+    segment_count, _, page_count, reserved_count, graced_count, *_ = _TOTALS.unpack(totals)
     return SpaceStats(
         namespace=namespace,
         description=row[_SPACE.size :].decode(),
@@ -144,7 +144,7 @@ class Audit:
 
     def __init__(self) -> None:
         self.last_segment = -1
-        self._namespaces: list[bytes] = []
+        self._recalls: dict[bytes, tuple[float, int, int]] = {}
         self._segments: dict[int, SegmentEntry] = {}
         self._free: set[Address] = set()
         self._reserved: dict[Address, ReservedEntry] = {}
@@ -160,8 +160,10 @@ class Audit:
         is_all = bool(is_last) and self.last_segment < 0
         for segment in segments:
             self._add_segment(*segment)
-        counts = dict(pairs(spaces))
-        self._namespaces = list(counts)
+        counts = {namespace: sums[:2] for namespace, sums in pairs(spaces)}
+        self._recalls = {
+            namespace: _TOTALS.unpack(sums[2])[6:] for namespace, sums in pairs(spaces)
+        }
         self._capacity_bytes, self._segment_bytes = int(capacity), int(segment_bytes)
         if is_all:  # only then all of it is of one moment
             self._check_counts(counts, timer_count)
@@ -171,12 +173,13 @@ class Audit:
         return Snapshot(
             capacity_bytes=self._capacity_bytes,
             segment_bytes=self._segment_bytes,
-            namespaces=frozenset(self._namespaces),
+            namespaces=frozenset(self._recalls),
             segments=self._segments,
             free=frozenset(self._free),
             reserved=self._reserved,
             graced=self._graced,
             pages=self._pages,
+            recalls=self._recalls,
         )
 
     def _add_segment(
@@ -195,10 +198,8 @@ class Audit:
         for key, page, is_filed in pages:
             if not is_filed:
                 raise CorruptError("catalog.contradiction", "a page has no age", key=key.hex())
-            segment, slot, generation, age, chunk_index, parent = _PAGE.unpack(page)
-            self._pages[entry.namespace, key] = PageEntry(
-                Address(segment, slot), generation, age, chunk_index, parent
-            )
+            segment, slot, generation, *rest = _PAGE.unpack(page)
+            self._pages[entry.namespace, key] = PageEntry(Address(segment, slot), generation, *rest)
 
     def _add_busy(self, address: Address, row: bytes) -> None:
         if row[:1] == b"G":

@@ -227,6 +227,32 @@ def transfer(
     raise typer.Exit(output.WRONG if result["wrong"] else output.OK)
 
 
+@app.command()
+def trace(
+    files: Annotated[
+        list[Path], typer.Argument(help="Traces of the Mooncake project, JSON lines.")
+    ],
+    capacity: Annotated[
+        list[int] | None, typer.Option(help="Chunks that fit; may be repeated. Default: by trace.")
+    ] = None,
+    plots: Annotated[Path | None, typer.Option(help="Folder for an SVG of each trace.")] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Hit rates of the policies of eviction on recorded requests, beside the optimum and, where it
+    is installed, libcachesim. A chunk counts as found if all before it in its prompt are too."""
+    from kvferry.cli import bench_trace, ttft_plot  # noqa: PLC0415 - as its siblings
+
+    capacities = capacity or []
+    with output.progress() as progress:
+        pass_count = bench_trace.pass_count(len(files), len(capacities))
+        task = progress.add_task("replays", total=pass_count)
+        result = bench_trace.measure(files, capacities, lambda: progress.advance(task))
+    for name, replayed in result["traces"].items() if plots else ():
+        drawn = ttft_plot.svg(*bench_trace.curves(name, replayed), "capacity in chunks", "%")
+        Path(plots, f"eviction-{name}.svg").write_text(drawn)
+    show({**machine(SystemClock()), **result}, as_json=as_json)
+
+
 def machine(clock: Clock) -> dict[str, Any]:
     """What any number needs beside it: where and when it was measured."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,4 +1,4 @@
-"""Times to first token over prompt lengths, as a small SVG."""
+"""Lines over two axes from 0, as a small SVG: times to first token over prompt lengths, first."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -8,10 +8,12 @@ LEFT, RIGHT, TOP, BOTTOM = 70, 230, 24, 50
 COLOURS = ("#555555", "#1b9e77", "#d95f02", "#7570b3", "#e7298a", "#66a61e", "#a6761d", "#386cb0")
 
 Series = Mapping[str, Sequence[tuple[float, float]]]
-"""By name: points of tokens and milliseconds."""
+"""By name: points of, say, tokens and milliseconds."""
 
 
-def svg(title: str, series: Series) -> str:
+def svg(
+    title: str, series: Series, x_name: str = "tokens of the prompt", y_name: str = "ms"
+) -> str:
     """One line for each series; both axes from 0."""
     points = [point for line in series.values() for point in line]
     x_max = max((x for x, _ in points), default=1.0)
@@ -32,8 +34,8 @@ def svg(title: str, series: Series) -> str:
             _text(left - 6, y + 4, f"{y_max * step / 5:.0f}", "end"),
             _text(x, bottom + 18, f"{x_max * step / 5:,.0f}", "middle"),
         ]
-    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, "tokens of the prompt", "middle"))
-    parts.append(_text(6, HEIGHT / 2, "ms"))
+    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, x_name, "middle"))
+    parts.append(_text(6, HEIGHT / 2, y_name))
     for index, (name, line) in enumerate(series.items()):
         colour = COLOURS[index % len(COLOURS)]
         places = [at(*point) for point in sorted(line)]

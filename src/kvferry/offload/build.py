@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry import _native
-from kvferry.catalog.base import Catalog
+from kvferry.catalog.base import Catalog, Policy
 from kvferry.catalog.measured import MeasuredCatalog
 from kvferry.catalog.open import open_url as make_catalog
 from kvferry.catalog.reviving import RevivingCatalog
@@ -76,7 +76,8 @@ class Backends:
         self.pages: PageStore = _open_pages(config, clock, page_bytes)
         self.facts: StoreFacts = self.pages.open()
         url = config.catalog_url(self.facts.store_id)
-        catalog = make_catalog(url, clock, grace_s=config.grace_s)
+        policy = Policy(config.eviction)
+        catalog = make_catalog(url, clock, grace_s=config.grace_s, policy=policy)
         self.catalog: Catalog = MeasuredCatalog(
             RevivingCatalog(catalog, self._revive), clock, metrics
         )

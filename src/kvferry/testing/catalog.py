@@ -11,12 +11,14 @@ from dataclasses import replace
 import pytest
 
 from kvferry.catalog.base import (
+    DEFAULT_POLICY,
     GRACE_S,
     PACKED_HIT,
     SPACE_IDLE_S,
     Catalog,
     Commit,
     Hit,
+    Policy,
     Slot,
     Space,
     Verdict,
@@ -103,6 +105,10 @@ class CatalogFixtures:
     @pytest.fixture
     def clock(self) -> ManualClock:
         return ManualClock()
+
+    @pytest.fixture
+    def policy(self) -> Policy:
+        return DEFAULT_POLICY
 
     @pytest.fixture
     def catalog(self, clock: ManualClock) -> Catalog:

@@ -13,7 +13,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvferry.catalog.base import Catalog, Commit, Page, Slot, Space
+from kvferry.catalog.base import DEFAULT_POLICY, Catalog, Commit, Page, Policy, Slot, Space
 from kvferry.catalog.memory import MemoryCatalog
 from kvferry.catalog.snapshot import check_invariants
 from kvferry.errors import Error
@@ -43,11 +43,17 @@ def path_keys(path: Sequence[int]) -> list[bytes]:
 
 
 class Pair:
-    """See the module. `make`: a catalog over a clock, not open."""
+    """See the module. `make`: a catalog over a clock, not open; `policy`: its own."""
 
-    def __init__(self, make: Callable[[ManualClock], Catalog], seed: int, segments_max: int = 4):
+    def __init__(
+        self,
+        make: Callable[[ManualClock], Catalog],
+        seed: int,
+        segments_max: int = 4,
+        policy: Policy = DEFAULT_POLICY,
+    ):
         self._clocks = (ManualClock(seed), ManualClock(seed))
-        self._catalogs = (make(self._clocks[0]), MemoryCatalog(self._clocks[1]))
+        self._catalogs = (make(self._clocks[0]), MemoryCatalog(self._clocks[1], policy=policy))
         self._capacity_bytes = segments_max * SEGMENT_BYTES
         self.held: list[tuple[bytes, Slot]] = []  # whatever was ever reserved, lately
         self.open()
@@ -57,6 +63,10 @@ class Pair:
         answers = [_answer(getattr(catalog, verb), arguments) for catalog in self._catalogs]
         assert answers[0] == answers[1], (verb, arguments)
         return answers[0]
+
+    def reaches(self) -> set[float]:
+        """What the namespaces have learned from pages that came back."""
+        return {reach for reach, _, _ in self._catalogs[1].snapshot().recalls.values()}
 
     def check(self) -> None:
         """Both know the same, and it makes sense."""

@@ -4,6 +4,7 @@ import pytest
 
 from kvferry.catalog.base import AGE_STEP_S, CREATION_S, GRACE_S, Commit, Page, Slot, Verdict
 from kvferry.catalog.snapshot import SegmentState
+from kvferry.catalog.sweeping import HIGH_MARK_PART
 from kvferry.errors import ExhaustedError
 from kvferry.layout import Address
 from kvferry.testing.catalog import (
@@ -128,7 +129,7 @@ class CatalogSpaceSuite(CatalogFixtures):
     def test_using_a_leaf_keeps_all_that_it_hangs_on(self, full, catalog, clock):
         clock.advance(AGE_STEP_S)
         catalog.touch(A.namespace, [chain("x1", 4)[3]])
-        catalog.sweep([(A.namespace, 12)])
+        assert catalog.sweep([(A.namespace, 11)]).evicted_count == 11 + 11 // HIGH_MARK_PART
         assert self.left(full) == [0, 4, 0, 0]
 
     def test_a_new_page_keeps_what_it_hangs_on(self, driver, catalog, clock):
@@ -146,12 +147,15 @@ class CatalogSpaceSuite(CatalogFixtures):
 
     def test_a_parent_that_comes_after_its_child_is_not_older(self, driver, catalog, clock):
         driver.grow(A, SEGMENTS_MAX)
-        first, second = driver.reserve(2, lease_s=1000.0)
+        first, second, third = driver.reserve(3, lease_s=1000.0)
         catalog.commit(A.namespace, [Commit(key("child"), key("parent"), 1, second, 0, 1)])
         clock.advance(AGE_STEP_S)
         catalog.touch(A.namespace, [key("child")])
         catalog.commit(A.namespace, [Commit(key("parent"), ROOT, 0, first, 0, 1)])
-        assert catalog.sweep([(A.namespace, 4 * A.slot_count - 1)]).evicted_count == 1
+        again = Commit(key("child"), key("parent"), 1, third, 0, 1)
+        assert catalog.commit(A.namespace, [again]) == [Verdict.DUPLICATE]
+        driver.reserve(4 * A.slot_count - 8, lease_s=1000.0)
+        assert catalog.sweep([(A.namespace, 7)]).evicted_count == 1
         assert driver.present([key("parent"), key("child")]) == [True, False]
 
     def test_nothing_is_evicted_while_room_is_left(self, driver, catalog, clock):
@@ -161,7 +165,7 @@ class CatalogSpaceSuite(CatalogFixtures):
         catalog.evict(A.namespace, [(keys[9], slots[9].generation)])
         wanted = 2 + 1 + A.slot_count  # free, graced, growable
         assert catalog.sweep([(A.namespace, wanted)]).evicted_count == 0
-        assert catalog.sweep([(A.namespace, wanted + 1)]).evicted_count == 1
+        assert catalog.sweep([(A.namespace, wanted + 1)]).evicted_count == 2, "to the high mark"
 
     def test_what_a_full_disk_has_no_room_for_is_not_room(self, driver, catalog, clock):
         driver.grow(A, 1)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvferry.catalog.base import GRACE_S
+from kvferry.catalog.base import DEFAULT_POLICY, GRACE_S, Policy
 from kvferry.catalog.valkey import ValkeyCatalog
 from kvferry.catalog.valkey_library import library
 from kvferry.catalog.valkey_link import Link
@@ -40,9 +40,14 @@ class ClockedLink(Link):
         return super().call(function, root, *arguments)
 
 
-def clocked_catalog(server: ServerUrl, clock: Clock, grace_s: float = GRACE_S) -> ValkeyCatalog:
+def clocked_catalog(
+    server: ServerUrl,
+    clock: Clock,
+    grace_s: float = GRACE_S,
+    policy: Policy = DEFAULT_POLICY,
+) -> ValkeyCatalog:
     """A catalog that tells the time of `clock`."""
-    return ValkeyCatalog(server, clock, grace_s, link=ClockedLink(server, clock))
+    return ValkeyCatalog(server, clock, grace_s, link=ClockedLink(server, clock), policy=policy)
 
 
 class ServerProcess(OwnServer):

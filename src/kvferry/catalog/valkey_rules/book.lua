@@ -3,16 +3,17 @@
 -- A verb gets a `Book`, changes it, and it is flushed if the verb succeeds. Numbers of namespaces
 -- ("spaces") and segments are plain; an address is 8 bytes, so that it sorts.
 
-local AGE_STEP_S, CREATION_S = 60, 60
+local AGE_STEP_S, CREATION_S = 10, 60
+local USES_MAX, CLASS_COUNT = 15, 4
 local SPACE_IDLE_S, ATTACH_STEP_S = 86400, 3600 -- as in catalog/base.py
-local CHUNKS = 2 ^ 27 -- of a score: age * CHUNKS + how far the chunk is from the greatest index
+local CHUNKS = 2 ^ 24 -- of a score: age * CHUNKS + how far the chunk is from the greatest index
 local CREATING, READY, EMPTIED = 1, 2, 3
 local LEASE, GRACE = 1, 2
 
 local SEGMENT = '>I4c32BdI4I4I4I4d'
-local TOTALS = '>I4I4I4I4I4d'
+local TOTALS = '>I4I4I4I4I4ddI4I4'
 local SIZES = '>I4I4dI4I4'
-local PAGE = '<I4I4c16I4I4c32'
+local PAGE = '<I4I4c16I4I4c32B'
 local ADDRESS = '>I4I4'
 local TIMER = '>BI4I4'
 
@@ -20,7 +21,7 @@ local Book = {}
 Book.__index = Book
 
 -- nil: these are not the records that the caller opened.
-function Book.open(root, catalog_id, grace_s)
+function Book.open(root, catalog_id, grace_s, is_adaptive)
   local found = call('HMGET', root, 'catalog_id', 'offset_s', 'last_s', 'capacity_bytes',
     'segment_bytes', 'next_segment', 'next_space')
   if found[1] ~= catalog_id then
@@ -29,6 +30,7 @@ function Book.open(root, catalog_id, grace_s)
   local book = setmetatable({
     root = root,
     grace_s = grace_s,
+    is_adaptive = is_adaptive,
     offset_s = tonumber(found[2]),
     capacity_bytes = tonumber(found[4]),
     segment_bytes = tonumber(found[5]),
@@ -83,7 +85,7 @@ end
 
 function Book:read_space(namespace, packed)
   local number, slot_count, slot_bytes, slice_count, chunk_tokens = unpack_from(SIZES, packed)
-  local segments, ready, pages, reserved, graced, soon_free =
+  local segments, ready, pages, reserved, graced, soon_free, reach, once, again =
     unpack_from(TOTALS, self:table(Hash, 'totals'):get(tostring(number)))
   return {
     namespace = namespace,
@@ -98,12 +100,18 @@ function Book:read_space(namespace, packed)
     reserved = reserved,
     graced = graced,
     soon_free = soon_free,
+    reach = reach,
+    once = once,
+    again = again,
+    heads = {},
+    cold_tables = {},
   }
 end
 
 function Book:write_totals(space)
   self:table(Hash, 'totals'):put(tostring(space.number), pack(TOTALS, space.segments, space.ready,
-    space.pages, space.reserved, space.graced, space.soon_free))
+    space.pages, space.reserved, space.graced, space.soon_free, space.reach, space.once,
+    space.again))
 end
 
 function Book:pages(space)
@@ -111,9 +119,11 @@ function Book:pages(space)
   return space.page_table
 end
 
-function Book:cold(space)
-  space.cold_table = space.cold_table or self:table(Sorted, 'cold:' .. space.number)
-  return space.cold_table
+-- The pages of one class of uses, from 0 on, the coldest first.
+function Book:cold(space, class)
+  local tables = space.cold_tables
+  tables[class] = tables[class] or self:table(Sorted, 'cold:' .. space.number .. ':' .. class)
+  return tables[class]
 end
 
 -- Segments. Figures are those of `SegmentHeat`.
@@ -278,10 +288,18 @@ local function coldness(age, chunk_index)
   return age * CHUNKS + CHUNKS - 1 - math.min(chunk_index, CHUNKS - 1)
 end
 
+local function class_of(uses)
+  local class = 0
+  while uses > 1 and class < CLASS_COUNT - 1 do
+    uses, class = floor(uses / 2), class + 1
+  end
+  return class
+end
+
 local function read_page(packed)
-  local segment, slot, generation, age, chunk_index, parent = unpack_from(PAGE, packed)
+  local segment, slot, generation, age, chunk_index, parent, uses = unpack_from(PAGE, packed)
   return { segment = segment, slot = slot, generation = generation, age = age,
-    chunk_index = chunk_index, parent = parent }
+    chunk_index = chunk_index, parent = parent, uses = uses }
 end
 
 function Book:page(space, key)
@@ -291,20 +309,36 @@ end
 
 function Book:write_page(space, key, page)
   self:pages(space):put(key, pack(PAGE, page.segment, page.slot, page.generation, page.age,
-    page.chunk_index, page.parent))
-  self:cold(space):put(pack(ADDRESS, page.segment, page.slot),
+    page.chunk_index, page.parent, page.uses))
+  local class = class_of(page.uses)
+  self:cold(space, class):put(pack(ADDRESS, page.segment, page.slot),
     coldness(page.age, page.chunk_index))
-  space.score = nil
+  space.heads[class] = nil
 end
 
--- Marks a page and its ancestors as used now.
-function Book:lift(space, key)
+function Book:remove_cold(space, page)
+  local class = class_of(page.uses)
+  self:cold(space, class):delete(pack(ADDRESS, page.segment, page.slot))
+  space.heads[class] = nil
+end
+
+-- Marks a page and its ancestors as used now, and at least `uses` times. `is_use`: once more than
+-- before.
+function Book:lift(space, key, uses, is_use)
   local page = self:page(space, key)
-  while page and page.age < self.age do
-    local segment = self:segment(page.segment)
+  while page and not (page.age == self.age and page.uses >= uses) do
+    local segment, class = self:segment(page.segment), class_of(page.uses)
     segment.ages = segment.ages + self.age - page.age
     segment.is_changed = true
-    page.age = self.age
+    local own = page.uses
+    if is_use and page.age < self.age then
+      own = math.min(USES_MAX, own + 1)
+    end
+    uses = math.max(own, uses)
+    if class_of(uses) ~= class then
+      self:remove_cold(space, page)
+    end
+    page.age, page.uses = self.age, uses
     self:write_page(space, key, page)
     key = page.parent
     page = self:page(space, key)
@@ -314,18 +348,18 @@ end
 function Book:publish(space, key, page)
   local segment = self:segment(page.segment)
   page.age = self.age
+  page.uses = math.min(USES_MAX, self:recall(space, key) + 1)
   self:write_page(space, key, page)
   self:keys(segment):put(page.slot, key)
   self:count(segment, 'pages', 1)
   segment.ages = segment.ages + self.age
-  self:lift(space, page.parent)
+  self:lift(space, page.parent, page.uses, false)
 end
 
 function Book:remove_page(space, key, page)
   local segment = self:segment(page.segment)
   self:pages(space):delete(key)
-  self:cold(space):delete(pack(ADDRESS, page.segment, page.slot))
-  space.score = nil
+  self:remove_cold(space, page)
   self:count(segment, 'pages', -1)
   segment.ages = segment.ages - page.age
   self.counts.evicted = self.counts.evicted + 1

@@ -49,12 +49,13 @@ local function audit_segment(root, number, packed)
   local names, pages = call('GET', root .. ':keys:' .. number) or '', {}
   for index, key in ipairs(pieces(names, KEY_BYTES)) do
     local page = call('HGET', root .. ':pages:' .. space, key)
-    local segment, slot, _, age, chunk_index
+    local segment, slot, _, age, chunk_index, uses
     if page then
-      segment, slot, _, age, chunk_index = unpack_from(PAGE, page)
+      segment, slot, _, age, chunk_index, _, uses = unpack_from(PAGE, page)
     end
     if segment == tonumber(number) and slot == index - 1 then
-      local score = call('ZSCORE', root .. ':cold:' .. space, pack(ADDRESS, segment, slot))
+      local cold = root .. ':cold:' .. space .. ':' .. class_of(uses)
+      local score = call('ZSCORE', cold, pack(ADDRESS, segment, slot))
       local is_filed = score and tonumber(score) == coldness(age, chunk_index)
       pages[#pages + 1] = { key, page, is_filed and 1 or 0 }
     end
@@ -85,7 +86,12 @@ function Readers.audit(root, after, slots_max)
   local spaces = call('HGETALL', root .. ':spaces')
   for index = 2, #spaces, 2 do
     local name = tostring(unpack_from('>I4', spaces[index]))
-    spaces[index] = { call('HLEN', root .. ':pages:' .. name), call('ZCARD', root .. ':cold:' .. name) }
+    local cold_count = 0
+    for class = 0, CLASS_COUNT - 1 do
+      cold_count = cold_count + call('ZCARD', root .. ':cold:' .. name .. ':' .. class)
+    end
+    spaces[index] = { call('HLEN', root .. ':pages:' .. name), cold_count,
+      call('HGET', root .. ':totals', name) }
   end
   return { OK, #segments == #numbers and 1 or 0, segments, spaces,
     call('ZCARD', root .. ':timers'), call('HMGET', root, 'capacity_bytes', 'segment_bytes') }

@@ -3,13 +3,13 @@
 
 local OPERATION_S = 60 -- for how long a reply that must not be worked out twice is kept
 
--- `args`: catalog id, grace time, lookups and hits since the last call, operation id or nothing,
+-- `args`: catalog id, grace time, lookups and hits since the last call, policy, operation id or nothing,
 -- then the verb's own.
 local function writing(verb)
   return function(keys, args)
     bind()
-    local grace_s, lookup_count, hit_count = unpack_from('<dI4I4', args[2])
-    local book = Book.open(keys[1], args[1], grace_s)
+    local grace_s, lookup_count, hit_count, is_adaptive = unpack_from('<dI4I4B', args[2])
+    local book = Book.open(keys[1], args[1], grace_s, is_adaptive == 1)
     if not book then
       return LOST
     end

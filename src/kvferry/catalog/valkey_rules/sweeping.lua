@@ -1,5 +1,7 @@
 -- What ends by itself, and who gives way when room is needed: as catalog/sweeping.py says it.
 
+local HIGH_MARK_PART = 8
+
 function Verbs.sweep(book, packed, can_grow)
   local before = book.counts.evicted
   local expired = book:end_timers()
@@ -53,6 +55,7 @@ function Book:forget_spaces()
       attached:delete(namespace)
       self:table(Hash, 'spaces'):delete(namespace)
       self:table(Hash, 'totals'):delete(tostring(space.number))
+      self:drop(self:ghosts(space))
       self.spaces[namespace] = false
     end
   end
@@ -163,6 +166,7 @@ function Book:make_room_for(space, count, spare)
   if missing <= 0 then
     return spare
   end
+  missing = missing + floor(count / HIGH_MARK_PART)
   local idle = self:idle(space)
   while missing > 0 do
     if spare > 0 then
@@ -202,22 +206,13 @@ function Book:idle(space)
   return idle
 end
 
-local function is_lower(one, other)
-  for index = 1, #one do
-    if one[index] ~= other[index] then
-      return one[index] < other[index]
-    end
-  end
-  return false
-end
-
 -- Whose page is the coldest of all; at equal age who has the most segments, then `wanting`.
 function Book:coldest_space(wanting)
   local best
   for _, space in ipairs(self:all_spaces()) do
-    space.score = space.score or space.ready > 0 and self:cold(space):lowest_score()
-    if space.score then
-      local rank = { floor(space.score / CHUNKS), -space.ready, space == wanting and 0 or 1,
+    local head = space.ready > 0 and self:coldest(space)
+    if head then
+      local rank = { head.age, -space.ready, space == wanting and 0 or 1,
         space.namespace, space = space }
       if not best or is_lower(rank, best) then
         best = rank
@@ -238,8 +233,11 @@ function Book:all_spaces()
 end
 
 function Book:evict_coldest(space)
-  local member = self:cold(space):lowest('+inf', 1)[1]
-  local number, slot = unpack_from(ADDRESS, member)
+  local number, slot = unpack_from(ADDRESS, self:coldest(space).member)
   local key = self:keys(self:segment(number)):get(slot)
-  self:evict_page(space, key, self:page(space, key))
+  local page = self:page(space, key)
+  self:evict_page(space, key, page)
+  if self.is_adaptive then
+    self:remember(space, key, page.uses)
+  end
 end

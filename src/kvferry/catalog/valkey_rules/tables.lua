@@ -119,11 +119,11 @@ function Sorted:lowest(score_max, count)
   return call('ZRANGEBYSCORE', self.key, '-inf', score_max, 'LIMIT', 0, count)
 end
 
--- The lowest score, or nil.
-function Sorted:lowest_score()
+-- The member with the lowest score, and that; or nil.
+function Sorted:first()
   self:flush()
   local found = call('ZRANGE', self.key, 0, 0, 'WITHSCORES')
-  return tonumber(found[2])
+  return found[1], tonumber(found[2])
 end
 
 function Sorted:flush()

@@ -5,7 +5,7 @@
 local OK, LOST, UNKNOWN_SPACE, NO_ROOM, OTHER_SIZES, BAD_SLICES, OTHER_SEGMENTS, OTHER_FORMAT =
   'K', 'L', 'U', 'N', 'D', 'B', 'S', 'F'
 local PUBLISHED, PARTIAL, DUPLICATE, EXPIRED = 'P', 'A', 'D', 'E'
-local FORMAT = '1' -- of the records; 1: the first
+local FORMAT = '2' -- of the records; 1: the first; 2: uses of pages, ghosts, ages by 10 s
 local COMMIT, COMMIT_BYTES = '<c32c32I4I4I4c16i4i4', 100
 local FOUND, FOUND_BYTES = '<c32c32I4I4c16', 88
 local NAMED_PAGE_BYTES = 48
@@ -48,7 +48,8 @@ function Verbs.attach(book, namespace, sizes, description)
     local number = book.next_space
     book.next_space = number + 1
     book:table(Hash, 'spaces'):put(namespace, pack('>I4', number) .. sizes .. description)
-    book:table(Hash, 'totals'):put(tostring(number), pack(TOTALS, 0, 0, 0, 0, 0, 0))
+    book:table(Hash, 'totals'):put(tostring(number), pack(TOTALS, 0, 0, 0, 0, 0, 0,
+      1, 0, 0))
     moments:put(namespace, book.now_s)
     return OK
   end
@@ -76,7 +77,7 @@ function Verbs.touch(book, namespace, packed)
   for _, key in ipairs(keys) do
     local row = pages.known[key]
     if row and unpack_from('<I4', row, 25) < book.age then
-      book:lift(space, key)
+      book:lift(space, key, 1, true)
       is_changed = true
     end
   end
@@ -166,6 +167,7 @@ function Book:commit(space, piece)
     self:end_reservation(segment, slot)
   end
   if page then
+    self:lift(space, parent, page.uses, false)
     if is_complete then
       self:free(segment, slot)
       self.counts.duplicate = self.counts.duplicate + 1
