@@ -23,6 +23,7 @@ CATALOG_VERBS = (
     "shrunk",
     "adopt",
     "stats",
+    "hottest",
     "segments",
     "snapshot",
 )

@@ -31,8 +31,8 @@ or process; a call may take long or raise UnavailableError, so only a runner thr
 """
 
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -50,6 +50,8 @@ SPACE_IDLE_S = 86_400.0
 """After this time without a segment a namespace is forgotten."""
 ATTACH_STEP_S = 3600.0
 """Granularity of the moment of the last `attach`."""
+HOTTEST_MAX = 1024
+"""Pages that `hottest` names at most."""
 LOST = "catalog.lost"
 """Kind of the UnavailableError of a catalog that must be opened again: it may know less than it
 did, or nothing."""
@@ -115,6 +117,15 @@ class Page(NamedTuple):
     generation: bytes
 
 
+class HotPage(NamedTuple):
+    """A published page as `hottest` shows it. `idle_minutes`: since its last use, rounded up."""
+
+    key: bytes
+    parent: bytes
+    chunk_index: int
+    idle_minutes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Swept:
     """What a sweep found and did. The caller deletes the segments and says `shrunk` of each."""
@@ -126,7 +137,7 @@ class Swept:
 
 @dataclass(frozen=True, slots=True)
 class SpaceStats:
-    """One namespace's figures."""
+    """One namespace's figures. Counters count since the namespace was made known."""
 
     namespace: bytes
     description: str
@@ -135,6 +146,9 @@ class SpaceStats:
     graced_count: int
     segment_count: int
     slot_bytes: int
+    chunk_tokens: int
+    lookup_key_count: int = 0
+    hit_key_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,12 +239,26 @@ class Catalog(Protocol):
 
     def stats(self) -> CatalogStats: ...
 
+    def hottest(self, namespace: bytes, count: int) -> list[HotPage]:
+        """Up to `count` pages (at most 1,024), the last used first and, of one minute, those with
+        the smallest chunk index first: so a page comes after its parent. For people."""
+
     def segments(self) -> dict[int, SegmentEntry]:
         """All segments by number: cheap, whatever the number of pages."""
 
     def snapshot(self) -> Snapshot:
         """Everything, as plain values: for tests and `kvferry check`, slow where there is much.
         Raises CorruptError where the records contradict each other."""
+
+
+def counted(space: SpaceStats, counts: Mapping[bytes, tuple[int, int]]) -> SpaceStats:
+    """With these lookups and hits by namespace added."""
+    lookups, hits = counts.get(space.namespace, (0, 0))
+    return replace(
+        space,
+        lookup_key_count=space.lookup_key_count + lookups,
+        hit_key_count=space.hit_key_count + hits,
+    )
 
 
 # What every implementation checks in the same words.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
 from operator import add
 
+from kvferry.catalog import lmdb_figures
 from kvferry.catalog.base import (
     AGE_STEP_S,
     ATTACH_STEP_S,
@@ -15,6 +16,7 @@ from kvferry.catalog.base import (
     SPACE_IDLE_S,
     CatalogStats,
     Commit,
+    HotPage,
     Page,
     Slot,
     Space,
@@ -53,6 +55,7 @@ from kvferry.catalog.lmdb_records import (
     unpack_published,
     unpack_segment,
 )
+from kvferry.catalog.lookup_counts import Counts
 from kvferry.catalog.snapshot import SegmentState
 from kvferry.catalog.sweeping import SegmentHeat, make_room, space_stats
 from kvferry.errors import ExhaustedError
@@ -88,7 +91,11 @@ class LmdbBook:
         self._expired_count = 0
         self._evicted_count = 0
 
-    def flush(self, lookup_count: int, hit_count: int) -> None:
+    def count_lookups(self, counts: Counts) -> None:
+        """Before the verb, which may forget a namespace."""
+        self._meta = lmdb_figures.add_lookups(self._tables, self._meta, counts)
+
+    def flush(self) -> None:
         """Writes counters, the time, and the figures of the segments that were touched."""
         for number, heat in self._segments.items():
             if heat is not None and (packed := pack_segment(heat)) != self._packed.get(number):
@@ -98,8 +105,6 @@ class LmdbBook:
             META_KEY,
             meta._replace(
                 last_s=self._now_s,
-                lookup_count=meta.lookup_count + lookup_count,
-                hit_count=meta.hit_count + hit_count,
                 published_count=meta.published_count + self._published_count,
                 duplicate_count=meta.duplicate_count + self._duplicate_count,
                 expired_count=meta.expired_count + self._expired_count,
@@ -419,6 +424,7 @@ class LmdbBook:
             namespace = row.space.namespace
             if namespace not in in_use and row.attached_s <= self._now_s - SPACE_IDLE_S:
                 self._tables.spaces.delete(namespace)
+                lmdb_figures.forget_lookups(self._tables, namespace)
                 self._spaces[namespace] = None
 
     def _deletable(self) -> Iterable[int]:
@@ -472,16 +478,20 @@ class LmdbBook:
 
     # Figures.
 
-    def stats(self, lookup_count: int, hit_count: int) -> CatalogStats:
-        """`lookup_count`, `hit_count`: what was not flushed yet."""
+    def hottest(self, namespace: bytes, count: int) -> list[HotPage]:
+        row = self._space(namespace)
+        return lmdb_figures.hottest(self._tables, row, self._age, count) if row else []
+
+    def stats(self) -> CatalogStats:
         heats, meta = self.heats(), self._meta
+        spaces = (space_stats(row.space, heats) for row in self._space_rows())
         return CatalogStats(
             capacity_bytes=meta.capacity_bytes,
             segment_bytes=meta.segment_bytes,
             segment_count=len(heats),
-            spaces=tuple(space_stats(row.space, heats) for row in self._space_rows()),
-            lookup_key_count=meta.lookup_count + lookup_count,
-            hit_key_count=meta.hit_count + hit_count,
+            spaces=tuple(lmdb_figures.with_lookups(self._tables, space) for space in spaces),
+            lookup_key_count=meta.lookup_count,
+            hit_key_count=meta.hit_count,
             published_count=meta.published_count,
             duplicate_count=meta.duplicate_count,
             expired_count=meta.expired_count,

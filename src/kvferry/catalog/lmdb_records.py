@@ -6,6 +6,7 @@ begins with a `PACKED_HIT`. A space is named by a number inside keys, which keep
 | table | key | value |
 | --- | --- | --- |
 | meta | `catalog` | `Meta` |
+| meta | namespace | lookups and hits: `lmdb_figures` |
 | spaces | namespace | `SpaceRow` |
 | segments | number | `SegmentHeat`, less its number |
 | slots | address | `ReservedRow`, or the key of the published page |

@@ -15,6 +15,7 @@ from kvferry.catalog.base import (
     CatalogStats,
     Commit,
     Hit,
+    HotPage,
     Page,
     Slot,
     Space,
@@ -119,6 +120,10 @@ class MemoryCatalog:
     def stats(self) -> CatalogStats:
         with self._use() as book:
             return book.stats()
+
+    def hottest(self, namespace: bytes, count: int) -> list[HotPage]:
+        with self._use() as book:
+            return book.hottest(namespace, count)
 
     def segments(self) -> dict[int, SegmentEntry]:
         with self._use() as book:

@@ -12,10 +12,12 @@ from kvferry.catalog.base import (
     AGE_STEP_S,
     ATTACH_STEP_S,
     CREATION_S,
+    HOTTEST_MAX,
     SPACE_IDLE_S,
     CatalogStats,
     Commit,
     Hit,
+    HotPage,
     Page,
     Slot,
     Space,
@@ -23,6 +25,7 @@ from kvferry.catalog.base import (
     Verdict,
     check_slices,
     check_space,
+    counted,
     unknown_namespace,
 )
 from kvferry.catalog.snapshot import (
@@ -87,6 +90,7 @@ class MemoryBook:
         self._graced: dict[Address, float] = {}
         self._pages: dict[tuple[bytes, bytes], _Page] = {}
         self._counts: Counter[str] = Counter()
+        self._lookups: dict[bytes, tuple[int, int]] = {}  # and hits, by namespace
 
     # Namespaces and pages.
 
@@ -98,6 +102,9 @@ class MemoryBook:
 
     def lookup(self, namespace: bytes, keys: Sequence[bytes]) -> list[Hit | None]:
         pages = [self._pages.get((namespace, key)) for key in keys]
+        lookups, hits = self._lookups.get(namespace, (0, 0))
+        hits += sum(page is not None for page in pages)
+        self._lookups[namespace] = lookups + len(keys), hits
         self._counts["lookup"] += len(keys)
         self._counts["hit"] += sum(page is not None for page in pages)
         return [page and Hit(page.address, page.generation) for page in pages]
@@ -307,6 +314,7 @@ class MemoryBook:
         for namespace in self._spaces.keys() - in_use:
             if self._attached_s[namespace] <= limit_s:
                 del self._spaces[namespace], self._attached_s[namespace]
+                self._lookups.pop(namespace, None)
 
     def _deletable(self) -> tuple[int, ...]:
         """Emptied segments that nobody may still write to or read from."""
@@ -378,7 +386,10 @@ class MemoryBook:
             capacity_bytes=self.capacity_bytes,
             segment_bytes=self.segment_bytes,
             segment_count=len(heats),
-            spaces=tuple(space_stats(space, heats) for _, space in sorted(self._spaces.items())),
+            spaces=tuple(
+                counted(space_stats(space, heats), self._lookups)
+                for _, space in sorted(self._spaces.items())
+            ),
             lookup_key_count=self._counts["lookup"],
             hit_key_count=self._counts["hit"],
             published_count=self._counts["published"],
@@ -386,6 +397,17 @@ class MemoryBook:
             expired_count=self._counts["expired"],
             evicted_count=self._counts["evicted"],
         )
+
+    def hottest(self, namespace: bytes, count: int) -> list[HotPage]:
+        def heat(owned: tuple[bytes, _Page]) -> tuple[int, int, Address]:
+            page = owned[1]
+            return page.age, -page.chunk_index, page.address
+
+        pages = sorted(self._pages_of(namespace), key=heat, reverse=True)
+        return [
+            HotPage(key, page.parent, page.chunk_index, self._age() - page.age)
+            for key, page in pages[: min(count, HOTTEST_MAX)]
+        ]
 
     def segments(self) -> dict[int, SegmentEntry]:
         return {

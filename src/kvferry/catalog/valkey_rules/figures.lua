@@ -28,16 +28,39 @@ function Readers.lookup(root, namespace, packed)
   return table.concat(hits)
 end
 
--- The store's own fields, then for each namespace its name, record and sums.
+-- The store's own fields, then for each namespace its name, record, sums, lookups and hits.
 function Readers.stats(root)
   local meta = call('HMGET', root, 'capacity_bytes', 'segment_bytes', 'lookup', 'hit', 'published',
     'duplicate', 'expired', 'evicted')
   local spaces = call('HGETALL', root .. ':spaces')
   for index = 2, #spaces, 2 do
     local number = unpack_from('>I4', spaces[index])
-    spaces[index] = { spaces[index], call('HGET', root .. ':totals', tostring(number)) }
+    local namespace = spaces[index - 1]
+    spaces[index] = { spaces[index], call('HGET', root .. ':totals', tostring(number)),
+      unpack_all(call('HMGET', root .. ':lookups', namespace .. 'L', namespace .. 'H')) }
   end
   return { OK, meta, call('HLEN', root .. ':segments'), spaces }
+end
+
+-- For each page its key, parent, chunk index and the minutes since its last use.
+function Readers.hottest(root, namespace, count)
+  local row = call('HGET', root .. ':spaces', namespace)
+  if not row then
+    return OK
+  end
+  local space, found = unpack_from('>I4', row), { OK }
+  local last_s, offset_s = unpack_all(call('HMGET', root, 'last_s', 'offset_s'))
+  local now_s = math.max(tonumber(last_s), server_now_s() + tonumber(offset_s))
+  for _, address in ipairs(call('ZREVRANGE', root .. ':cold:' .. space, 0, count - 1)) do
+    local segment, slot = unpack_from(ADDRESS, address)
+    local first = slot * KEY_BYTES
+    local key = call('GETRANGE', root .. ':keys:' .. segment, first, first + KEY_BYTES - 1)
+    local _, _, _, age, chunk_index, parent = unpack_from(PAGE,
+      call('HGET', root .. ':pages:' .. space, key))
+    found[#found + 1] = pack('<c32c32I4I4', key, parent, chunk_index,
+      math.max(0, floor(now_s / AGE_STEP_S) - age))
+  end
+  return table.concat(found)
 end
 
 function Readers.segments(root)
