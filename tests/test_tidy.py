@@ -24,7 +24,7 @@ LINE_CHARACTERS_MAX = 100
 
 LAYERS = {
     "errors": 0, "clock": 0, "config": 0, "metrics": 0, "server_url": 0,
-    "metric": 0, "metric_table": 0, "transfer_metrics": 0,
+    "metric": 0, "metric_table": 0, "transfer_metrics": 0, "exporter_metrics": 0,
     "keys": 1, "layout": 1, "checksum": 1, "_native": 1, "_nixl": 1,
     "pages": 2, "catalog": 2, "device": 2,
     "offload": 3, "transfer": 3,
@@ -58,7 +58,9 @@ THIRD_PARTY = {
     "numpy": ("_nixl.py",),
     "lmdb": ("catalog/lmdb",),
     "valkey": ("catalog/valkey_link.py",),
-    "prometheus_client": ("metrics.py", "cli/router_counts.py"),
+    "prometheus_client": ("metrics.py", "cli/router_counts.py", "cli/view/"),
+    "starlette": ("cli/view/",),
+    "uvicorn": ("cli/view/server.py",),
     "aiohttp": ("cli/router", "cli/route.py"),
     "typer": ("cli/",),
     "rich": ("cli/",),

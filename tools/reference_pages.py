@@ -80,7 +80,7 @@ def metric_section() -> str:
 def _metric(metric: Metric) -> str:
     unit = f", {metric.unit}" if metric.unit else ""
     labels = "".join(
-        f"<br>{name}: " + ", ".join(f"`{value}`" for value in values)
+        f"<br>{name}" + ": " * bool(values) + ", ".join(f"`{value}`" for value in values)
         for name, values in metric.labels.items()
     )
     kind = f"{metric.kind.value}{unit}"

@@ -28,6 +28,7 @@ _URL_FORMS = {"memory": "memory:", "valkey": server_url.FORM}
 SIZE_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "PiB": 1 << 50}
 
 SECRET_VARIABLE = "KVFERRY_TRANSFER_SECRET"
+VIEW_TOKEN_VARIABLE = "KVFERRY_VIEW_TOKEN"
 CATALOG_PASSWORD_VARIABLE = "KVFERRY_CATALOG_PASSWORD"
 
 cluster = partial(Meta, extra={"scope": "cluster"})
@@ -278,13 +279,22 @@ def field_facts(kind: type[msgspec.Struct] = Config) -> list[FieldFacts]:
 def transfer_secret(file: str | None) -> bytes:
     """What a file holds, or else the environment, without white space around it; empty if neither
     does. Raises ConfigError if the file cannot be read."""
+    return _secret("secret_file", file, SECRET_VARIABLE)
+
+
+def view_token(file: str | None) -> bytes:
+    """The same for what `kvferry exporter` and `kvferry dashboard` ask for."""
+    return _secret("token_file", file, VIEW_TOKEN_VARIABLE)
+
+
+def _secret(name: str, file: str | None, variable: str) -> bytes:
     if file is None:
-        return os.environb.get(SECRET_VARIABLE.encode(), b"").strip()
+        return os.environb.get(variable.encode(), b"").strip()
     try:
         return Path(file).read_bytes().strip()
     except OSError as error:
         raise ConfigError(
-            "config.secret_file", f"secret_file={file!r} cannot be read: {error}", key="secret_file"
+            f"config.{name}", f"{name}={file!r} cannot be read: {error}", key=name
         ) from error
 
 

@@ -6,6 +6,9 @@ from enum import Enum
 
 from kvferry.errors import InternalError
 
+ANY: tuple[str, ...] = ()
+"""The values of a label that nobody knows beforehand."""
+
 
 class Kind(Enum):
     """As in Prometheus."""
@@ -17,7 +20,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One line of the table. `labels`: each label with all its values; at most one label."""
+    """One line of the table. `labels`: each label with all its values, or `ANY`."""
 
     name: str
     kind: Kind
@@ -33,7 +36,7 @@ class Metric:
                 "metrics.labels", f"{self.name} has labels {list(self.labels)}", got=dict(labels)
             )
         for name, value in labels.items():
-            if value not in self.labels[name]:
+            if self.labels[name] is not ANY and value not in self.labels[name]:
                 raise InternalError("metrics.label", f"{self.name}: {name}={value!r} is not known")
         return ",".join(labels[name] for name in self.labels)
 
@@ -42,8 +45,8 @@ def counter(name: str, unit: str, meaning: str, action: str, **labels: tuple[str
     return Metric(f"kvferry_{name}_total", Kind.COUNTER, unit, meaning, action, labels)
 
 
-def gauge(name: str, unit: str, meaning: str, action: str) -> Metric:
-    return Metric(f"kvferry_{name}", Kind.GAUGE, unit, meaning, action)
+def gauge(name: str, unit: str, meaning: str, action: str, **labels: tuple[str, ...]) -> Metric:
+    return Metric(f"kvferry_{name}", Kind.GAUGE, unit, meaning, action, labels)
 
 
 def seconds(name: str, meaning: str, action: str, **labels: tuple[str, ...]) -> Metric:
