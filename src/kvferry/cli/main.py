@@ -8,6 +8,7 @@ import typer
 import kvferry
 from kvferry.cli import bench, catalog_commands, config_from, output, pd_demo
 from kvferry.cli.check import check
+from kvferry.cli.dashboard import dashboard
 from kvferry.cli.demo import demo
 from kvferry.cli.doctor import doctor
 from kvferry.cli.exporter import exporter
@@ -19,7 +20,7 @@ from kvferry.errors import Error
 app = typer.Typer(
     help="KV cache for vLLM that moves.", no_args_is_help=True, pretty_exceptions_enable=False
 )
-for _command in (demo, doctor, status, check, resize, route, exporter):
+for _command in (demo, doctor, status, check, resize, route, exporter, dashboard):
     app.command()(_command)
 app.add_typer(bench.app, name="bench")
 app.add_typer(pd_demo.app, name="pd")
