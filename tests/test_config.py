@@ -8,6 +8,7 @@ import pytest
 
 from kvferry import config
 from kvferry.errors import ConfigError
+from kvferry.setting_values import parse_size
 
 
 def refused(**options):
@@ -104,7 +105,7 @@ def test_fields_that_contradict_each_other_are_refused(options, words):
     [("4096", 4096), ("1KiB", 1024), ("1.5 GiB", 3 << 29), ("2TiB", 2 << 40), (" 3MiB ", 3 << 20)],
 )
 def test_sizes_are_powers_of_1024(text, size_bytes):
-    assert config.parse_size("capacity_bytes", text) == size_bytes
+    assert parse_size("capacity_bytes", text) == size_bytes
 
 
 def test_the_default_catalog_is_local_and_one_per_store(monkeypatch, tmp_path):

@@ -23,8 +23,8 @@ FUNCTION_LINES_MAX = 70
 LINE_CHARACTERS_MAX = 100
 
 LAYERS = {
-    "errors": 0, "clock": 0, "config": 0, "metrics": 0, "server_url": 0,
-    "metric": 0, "metric_table": 0, "transfer_metrics": 0,
+    "errors": 0, "clock": 0, "config": 0, "setting_values": 0, "metrics": 0, "server_url": 0,
+    "metric": 0, "metric_table": 0, "transfer_metrics": 0, "exporter_metrics": 0,
     "keys": 1, "layout": 1, "checksum": 1, "_native": 1, "_nixl": 1,
     "pages": 2, "catalog": 2, "device": 2,
     "offload": 3, "transfer": 3,
@@ -60,7 +60,9 @@ THIRD_PARTY = {
     "lmdb": ("catalog/lmdb",),
     "libcachesim": ("cli/trace_peers.py",),
     "valkey": ("catalog/valkey_link.py",),
-    "prometheus_client": ("metrics.py", "cli/router_counts.py"),
+    "prometheus_client": ("metrics.py", "cli/router_counts.py", "cli/view/"),
+    "starlette": ("cli/view/",),
+    "uvicorn": ("cli/view/server.py",),
     "aiohttp": ("cli/router", "cli/route.py"),
     "typer": ("cli/",),
     "rich": ("cli/",),

@@ -8,10 +8,8 @@ The reference page docs/configuration.md is generated from this class.
 This is also the only module that looks at the environment and at the user's folders.
 """
 
-import difflib
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
@@ -21,13 +19,14 @@ from msgspec import Meta
 
 from kvferry import server_url
 from kvferry.errors import ConfigError
+from kvferry.setting_values import parse_size, unknown_key, wrong
 
 PAGES_SCHEMES = ("posix", "usrbio", "memory")
 CATALOG_SCHEMES = ("lmdb", "valkey", "memory")
 _URL_FORMS = {"memory": "memory:", "valkey": server_url.FORM}
-SIZE_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "PiB": 1 << 50}
 
 SECRET_VARIABLE = "KVFERRY_TRANSFER_SECRET"
+VIEW_TOKEN_VARIABLE = "KVFERRY_VIEW_TOKEN"
 CATALOG_PASSWORD_VARIABLE = "KVFERRY_CATALOG_PASSWORD"
 
 cluster = partial(Meta, extra={"scope": "cluster"})
@@ -281,11 +280,11 @@ def decode(options: Mapping[str, Any]) -> Config:
 def decode_fields(options: Mapping[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
     """The values that are set, each by itself as its type says. Raises ConfigError."""
     if not isinstance(options, Mapping):
-        raise _wrong("kv_connector_extra_config", options, "an object")
+        raise wrong("kv_connector_extra_config", options, "an object")
     types = {field.name: field for field in _settable(kind)}
     for name, value in options.items():
         if name not in types:
-            raise _unknown_key(name, value, list(types))
+            raise unknown_key(name, value, list(types))
     return {name: _convert(name, value, types[name].type) for name, value in options.items()}
 
 
@@ -297,33 +296,28 @@ def field_facts(kind: type[msgspec.Struct] = Config) -> list[FieldFacts]:
 def transfer_secret(file: str | None) -> bytes:
     """What a file holds, or else the environment, without white space around it; empty if neither
     does. Raises ConfigError if the file cannot be read."""
+    return _secret("secret_file", file, SECRET_VARIABLE)
+
+
+def view_token(file: str | None) -> bytes:
+    """The same for what `kvferry exporter` and `kvferry dashboard` ask for."""
+    return _secret("token_file", file, VIEW_TOKEN_VARIABLE)
+
+
+def _secret(name: str, file: str | None, variable: str) -> bytes:
     if file is None:
-        return os.environb.get(SECRET_VARIABLE.encode(), b"").strip()
+        return os.environb.get(variable.encode(), b"").strip()
     try:
         return Path(file).read_bytes().strip()
     except OSError as error:
         raise ConfigError(
-            "config.secret_file", f"secret_file={file!r} cannot be read: {error}", key="secret_file"
+            f"config.{name}", f"{name}={file!r} cannot be read: {error}", key=name
         ) from error
 
 
 def catalog_password() -> str | None:
     """Of the catalog's server, where its URL has none."""
     return os.environ.get(CATALOG_PASSWORD_VARIABLE) or None
-
-
-def parse_size(name: str, text: str) -> int:
-    """ "200GiB" to bytes. Units are powers of 1024: KiB, MiB, GiB, TiB, PiB, or none."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    if match is None:
-        raise _wrong(name, text, 'a number of bytes, or a size such as "200GiB"')
-    number, unit = match.groups()
-    if unit not in SIZE_UNITS:
-        units = list(filter(None, SIZE_UNITS))
-        raise _wrong(name, text, f"a size in {', '.join(units)}", unit, units)
-    return (
-        int(float(number) * SIZE_UNITS[unit]) if "." in number else int(number) * SIZE_UNITS[unit]
-    )
 
 
 def split_url(url: str) -> Url:
@@ -376,7 +370,7 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise _wrong(name, value, _expected(kind, str(error)), value, _choices(kind)) from None
+        raise wrong(name, value, _expected(kind, str(error)), value, _choices(kind)) from None
 
 
 def _is_size(name: str) -> bool:
@@ -402,27 +396,27 @@ def _check(config: Config) -> None:
         _check_catalog(config.catalog)
     alignment = config.alignment_bytes
     if alignment & (alignment - 1) or alignment > 1 << 30:
-        raise _wrong("alignment_bytes", alignment, "a power of two, 4096 to 1 GiB")
+        raise wrong("alignment_bytes", alignment, "a power of two, 4096 to 1 GiB")
     segment = config.segment_bytes
     if segment is not None and (segment % alignment or segment < 2 * alignment):
-        raise _wrong("segment_bytes", segment, f"a multiple of {alignment}, at least two of them")
+        raise wrong("segment_bytes", segment, f"a multiple of {alignment}, at least two of them")
     capacity = config.capacity_bytes
     if capacity is not None and capacity < (segment or 2 * alignment):
-        raise _wrong("capacity_bytes", capacity, "at least one segment")
+        raise wrong("capacity_bytes", capacity, "at least one segment")
     if config.reservation_lease_s < 2 * config.store_deadline_s:
         expected = f"at least twice store_deadline_s ({config.store_deadline_s})"
-        raise _wrong("reservation_lease_s", config.reservation_lease_s, expected)
+        raise wrong("reservation_lease_s", config.reservation_lease_s, expected)
 
 
 def _check_pages(config: Config) -> None:
     if not config.pages:
-        raise _wrong("pages", config.pages, 'a URL such as "posix:///var/kv", or several')
+        raise wrong("pages", config.pages, 'a URL such as "posix:///var/kv", or several')
     for url in config.roots:
         _check_url("pages", url, PAGES_SCHEMES)
     folders = {os.path.normpath(split_url(url).path) for url in config.roots}
     are_posix = all(split_url(url).scheme == "posix" for url in config.roots)
     if len(config.roots) > 1 and not (are_posix and len(folders) == len(config.roots)):
-        raise _wrong("pages", config.pages, "a list of posix:// URLs of different folders")
+        raise wrong("pages", config.pages, "a list of posix:// URLs of different folders")
 
 
 def _check_catalog(url: str) -> None:
@@ -436,32 +430,13 @@ def _check_url(name: str, url: str, schemes: tuple[str, ...]) -> None:
     scheme, path = split_url(url)
     forms = ", ".join(_URL_FORMS.get(known, f"{known}:///path") for known in schemes)
     if scheme not in schemes:
-        raise _wrong(name, url, forms, scheme, schemes)
+        raise wrong(name, url, forms, scheme, schemes)
     if scheme == "memory":
         if path:
-            raise _wrong(name, url, "memory: with nothing behind it")
+            raise wrong(name, url, "memory: with nothing behind it")
     elif not url.startswith(f"{scheme}:///") or path.strip("/") == "":
         near = f"{scheme}:///{path.strip('/') or 'path'}"
-        raise _wrong(name, url, f"an absolute path with three slashes, such as {near}")
-
-
-def _wrong(
-    name: str, value: Any, expected: str, word: Any = None, words: Sequence[str] = ()
-) -> ConfigError:
-    """One message for every field. `words`: what the wrong `word` may have been meant to be."""
-    message = f"{name}: expected {expected}, got {value!r}" + _suggestion(word, words)
-    return ConfigError("config.wrong_value", message, key=name)
-
-
-def _unknown_key(name: str, value: Any, known: Sequence[str]) -> ConfigError:
-    suggestion = _suggestion(name, known) or f". Valid keys: {', '.join(known)}"
-    message = f"unknown key {name!r} (value {value!r}) in kv_connector_extra_config" + suggestion
-    return ConfigError("config.unknown_key", message, key=name)
-
-
-def _suggestion(word: Any, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(str(word), known, 1, 0.5)
-    return f". Did you mean {near[0]!r}?" if near else ""
+        raise wrong(name, url, f"an absolute path with three slashes, such as {near}")
 
 
 def _settable(kind: type[msgspec.Struct]) -> list[msgspec.structs.FieldInfo]:

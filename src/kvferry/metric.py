@@ -56,8 +56,8 @@ def counter(name: str, unit: str, meaning: str, action: str, **labels: tuple[str
     return Metric(f"kvferry_{name}_total", Kind.COUNTER, unit, meaning, action, labels)
 
 
-def gauge(name: str, unit: str, meaning: str, action: str) -> Metric:
-    return Metric(f"kvferry_{name}", Kind.GAUGE, unit, meaning, action)
+def gauge(name: str, unit: str, meaning: str, action: str, **labels: tuple[str, ...]) -> Metric:
+    return Metric(f"kvferry_{name}", Kind.GAUGE, unit, meaning, action, labels)
 
 
 def seconds(name: str, meaning: str, action: str, **labels: tuple[str, ...]) -> Metric:

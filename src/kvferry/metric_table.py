@@ -3,6 +3,7 @@
 docs/operations.md lists every one of them; a test compares.
 """
 
+from kvferry.exporter_metrics import EXPORTER
 from kvferry.metric import Metric, counter, gauge, seconds
 from kvferry.transfer_metrics import TRANSFER
 
@@ -23,6 +24,7 @@ CATALOG_VERBS = (
     "shrunk",
     "adopt",
     "stats",
+    "hottest",
     "segments",
     "snapshot",
 )
@@ -286,5 +288,14 @@ _CONDITION = (
 
 METRICS: dict[str, Metric] = {
     metric.name: metric
-    for metric in (*_LOOKUPS, *_LOADS, *_STORES, *_CATALOG, *_SPACE, *TRANSFER, *_CONDITION)
+    for metric in (
+        *_LOOKUPS,
+        *_LOADS,
+        *_STORES,
+        *_CATALOG,
+        *_SPACE,
+        *TRANSFER,
+        *_CONDITION,
+        *EXPORTER,
+    )
 }

@@ -3,6 +3,7 @@
 A URL may hold a password, so no message shows one as it was given: `shown` is what people see.
 """
 
+import ipaddress
 import re
 from dataclasses import dataclass, field
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -33,6 +34,14 @@ class ServerUrl:
         scheme = "valkeys" if self.is_tls else "valkey"
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{scheme}://{host}:{self.port}/{self.database}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this host reach what listens there."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def is_server(url: str) -> bool:

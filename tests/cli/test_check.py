@@ -160,7 +160,7 @@ def test_status_without_a_catalog_says_so(filled, capsys):
     ],
 )
 def test_status_names_the_model_for_people(model, text):
-    assert status._model(json.dumps({"model": model})) == text
+    assert status.model_name(json.dumps({"model": model})) == text
 
 
 def test_what_a_smaller_store_has_too_much_is_told_with_the_cure(filled, capsys):

@@ -17,10 +17,9 @@ Space moves between namespaces by whole segments. `grow` adds one within the cap
 (CREATING until `grown`); an emptied segment is handed out by `sweep` for deletion after the grace
 time and leaves the budget only when `shrunk` says that its file is gone.
 
-Recency: the age of a page is the step (10 s) of its last use. Whatever makes a page younger
-(`touch`, publishing) makes its ancestors at least as young, so a page is never younger than its
-parent, and "coldest first, at equal age the greatest chunk index first" evicts leaves before what
-they hang on. How often a page was used counts too, where the policy is not `lru` (`eviction`).
+Recency: the age of a page is the step (10 s) of its last use. What makes a page younger makes its
+ancestors at least as young, so "coldest first, at equal age the greatest chunk index first" evicts
+leaves before what they hang on. Unless the policy is `lru`, uses count too (`eviction`).
 
 A namespace that the catalog does not know (it was lost since `attach`, or had no segment for a day)
 has no pages; verbs that need its `Space` (reserve, grow, adopt) raise UnavailableError with kind
@@ -32,8 +31,8 @@ or process; a call may take long or raise UnavailableError, so only a runner thr
 """
 
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -55,6 +54,8 @@ SPACE_IDLE_S = 86_400.0
 """After this time without a segment a namespace is forgotten."""
 ATTACH_STEP_S = 3600.0
 """Granularity of the moment of the last `attach`."""
+HOTTEST_MAX = 1024
+"""Pages that `hottest` names at most."""
 LOST = "catalog.lost"
 """Kind of the UnavailableError of a catalog that must be opened again: it may know less than it
 did, or nothing."""
@@ -131,6 +132,15 @@ class Page(NamedTuple):
     generation: bytes
 
 
+class HotPage(NamedTuple):
+    """A published page as `hottest` shows it. `idle_minutes`: since its last use, rounded up."""
+
+    key: bytes
+    parent: bytes
+    chunk_index: int
+    idle_minutes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Swept:
     """What a sweep found and did. The caller deletes the segments and says `shrunk` of each."""
@@ -142,7 +152,7 @@ class Swept:
 
 @dataclass(frozen=True, slots=True)
 class SpaceStats:
-    """One namespace's figures."""
+    """One namespace's figures. Counters count since the namespace was made known."""
 
     namespace: bytes
     description: str
@@ -151,6 +161,9 @@ class SpaceStats:
     graced_count: int
     segment_count: int
     slot_bytes: int
+    chunk_tokens: int
+    lookup_key_count: int = 0
+    hit_key_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,12 +255,26 @@ class Catalog(Protocol):
 
     def stats(self) -> CatalogStats: ...
 
+    def hottest(self, namespace: bytes, count: int) -> list[HotPage]:
+        """Up to `count` pages (at most 1,024), the last used first and, of one minute, those with
+        the smallest chunk index first: so a page comes after its parent. For people."""
+
     def segments(self) -> dict[int, SegmentEntry]:
         """All segments by number: cheap, whatever the number of pages."""
 
     def snapshot(self) -> Snapshot:
         """Everything, as plain values: for tests and `kvferry check`, slow where there is much.
         Raises CorruptError where the records contradict each other."""
+
+
+def counted(space: SpaceStats, counts: Mapping[bytes, tuple[int, int]]) -> SpaceStats:
+    """With these lookups and hits by namespace added."""
+    lookups, hits = counts.get(space.namespace, (0, 0))
+    return replace(
+        space,
+        lookup_key_count=space.lookup_key_count + lookups,
+        hit_key_count=space.hit_key_count + hits,
+    )
 
 
 # What every implementation checks in the same words.

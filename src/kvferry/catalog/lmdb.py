@@ -5,7 +5,6 @@ may be lost is said in `lmdb_environment`: after a crash of the system (not of a
 catalog starts empty. Counters of lookups are kept in the process and written with its next write.
 """
 
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -14,10 +13,12 @@ from kvferry.catalog import lmdb_environment
 from kvferry.catalog.base import (
     DEFAULT_POLICY,
     GRACE_S,
+    HOTTEST_MAX,
     PACKED_HIT,
     CatalogStats,
     Commit,
     Hit,
+    HotPage,
     Page,
     Policy,
     Slot,
@@ -30,6 +31,7 @@ from kvferry.catalog.lmdb_audit import Audit
 from kvferry.catalog.lmdb_book import LmdbBook
 from kvferry.catalog.lmdb_environment import Environment, Tables, boot_id
 from kvferry.catalog.lmdb_records import META_KEY, Meta
+from kvferry.catalog.lookup_counts import LookupCounts
 from kvferry.catalog.snapshot import SegmentEntry, Snapshot
 from kvferry.clock import Clock
 from kvferry.errors import ClosedError, ConfigError
@@ -70,9 +72,7 @@ class LmdbCatalog:
         self._grace_s = grace_s
         self._map_bytes = map_bytes
         self._environment: Environment | None = None
-        self._lock = threading.Lock()  # for the two counts
-        self._lookup_count = 0
-        self._hit_count = 0
+        self._counts = LookupCounts()
         self._is_guest = is_guest
         self._policy = policy
 
@@ -145,19 +145,17 @@ class LmdbCatalog:
         return self._environment
 
     def _write(self, verb: Callable[[LmdbBook], T]) -> T:
-        with self._lock:
-            lookup_count, hit_count = self._lookup_count, self._hit_count
+        counts = self._counts.pending()
 
         def work(tables: Tables) -> T:
             book = self._book(tables)
+            book.count_lookups(counts)
             result = verb(book)
-            book.flush(lookup_count, hit_count)
+            book.flush()
             return result
 
         result = self._opened().write(work)
-        with self._lock:
-            self._lookup_count -= lookup_count
-            self._hit_count -= hit_count
+        self._counts.told(counts)
         return result
 
     def _read(self, verb: Callable[[LmdbBook], T]) -> T:
@@ -179,9 +177,7 @@ class LmdbCatalog:
 
     def lookup_packed(self, namespace: bytes, keys: Sequence[bytes]) -> bytes:
         hits = self._read(lambda book: book.lookup(namespace, keys))
-        with self._lock:
-            self._lookup_count += len(keys)
-            self._hit_count += len(keys) - hits.count(MISS)
+        self._counts.add(namespace, len(keys), len(keys) - hits.count(MISS))
         return b"".join(hits)
 
     def attach(self, space: Space) -> None:
@@ -222,9 +218,10 @@ class LmdbCatalog:
         return self._write(lambda book: book.adopt(segment, namespace, pages))
 
     def stats(self) -> CatalogStats:
-        with self._lock:
-            counts = self._lookup_count, self._hit_count
-        return self._read(lambda book: book.stats(*counts))
+        return self._counts.added_to(self._read(LmdbBook.stats))
+
+    def hottest(self, namespace: bytes, count: int) -> list[HotPage]:
+        return self._read(lambda book: book.hottest(namespace, min(count, HOTTEST_MAX)))
 
     def segments(self) -> dict[int, SegmentEntry]:
         return {heat.number: heat.entry for heat in self._read(LmdbBook.heats)}

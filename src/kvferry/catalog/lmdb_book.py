@@ -4,10 +4,12 @@ What `memory_book` finds by looking at all is kept here as an index (`cold`, `fr
 figure (those of `SegmentHeat`). A verb does what `base.Catalog` says of the verb of that name.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
 from operator import add
 
+from kvferry.catalog import lmdb_figures
 from kvferry.catalog.base import (
     AGE_STEP_S,
     ATTACH_STEP_S,
@@ -15,6 +17,7 @@ from kvferry.catalog.base import (
     SPACE_IDLE_S,
     CatalogStats,
     Commit,
+    HotPage,
     Page,
     Policy,
     Slot,
@@ -41,7 +44,6 @@ from kvferry.catalog.lmdb_records import (
     SpaceRow,
     Timer,
     address_key,
-    catalog_stats,
     cold_key,
     free_key,
     number_key,
@@ -56,6 +58,7 @@ from kvferry.catalog.lmdb_records import (
     unpack_published,
     unpack_segment,
 )
+from kvferry.catalog.lookup_counts import Counts
 from kvferry.catalog.snapshot import SegmentState
 from kvferry.catalog.sweeping import SegmentHeat, make_room
 from kvferry.errors import ExhaustedError
@@ -90,29 +93,21 @@ class LmdbBook:
         self._segments: dict[int, SegmentHeat | None] = {}
         self._packed: dict[int, bytes | None] = {}  # the same, as they were
         self._heats: list[SegmentHeat] | None = None
-        self._published_count = 0
-        self._duplicate_count = 0
-        self._expired_count = 0
-        self._evicted_count = 0
+        self._counts: Counter[str] = Counter()  # by fields of `Meta`
 
-    def flush(self, lookup_count: int, hit_count: int) -> None:
+    def count_lookups(self, counts: Counts) -> None:
+        """Before the verb, which may forget a namespace."""
+        self._meta = lmdb_figures.add_lookups(self._tables, self._meta, counts)
+
+    def flush(self) -> None:
         """Writes counters, the time, and the figures of the segments that were touched."""
         for number, heat in self._segments.items():
             if heat is not None and (packed := pack_segment(heat)) != self._packed.get(number):
                 self._tables.segments.put(number_key(number), packed)
         for row in filter(None, map(self._spaces.get, self._taught)):
             self._tables.spaces.put(row.space.namespace, row.pack())
-        meta = self._meta.with_lookups(lookup_count, hit_count)
-        self._tables.meta.put(
-            META_KEY,
-            meta._replace(
-                last_s=self._now_s,
-                published_count=meta.published_count + self._published_count,
-                duplicate_count=meta.duplicate_count + self._duplicate_count,
-                expired_count=meta.expired_count + self._expired_count,
-                evicted_count=meta.evicted_count + self._evicted_count,
-            ).pack(),
-        )
+        sums = {name: getattr(self._meta, name) + count for name, count in self._counts.items()}
+        self._tables.meta.put(META_KEY, self._meta._replace(last_s=self._now_s, **sums).pack())
 
     # Rows.
 
@@ -203,13 +198,13 @@ class LmdbBook:
         self._tables.cold.put(cold_key(space, page))
 
     def evict(self, namespace: bytes, pages: Sequence[tuple[bytes, bytes]]) -> int:
-        before_count = self._evicted_count
+        before_count = self._counts["evicted_count"]
         for key, generation in pages:
             page = self._page(namespace, key)
             if page is not None and page.generation == generation:
                 self._remove_page(namespace, key, page)
                 self._start_grace(page.address, self._now_s + self._grace_s)
-        return self._evicted_count - before_count
+        return self._counts["evicted_count"] - before_count
 
     def _remove_page(self, namespace: bytes, key: bytes, page: PageRow) -> None:
         space = self._space(namespace).number
@@ -219,7 +214,7 @@ class LmdbBook:
         heat = self._segment(page.segment)
         heat.page_count -= 1
         heat.age_sum -= page.age
-        self._evicted_count += 1
+        self._counts["evicted_count"] += 1
 
     # Slots.
 
@@ -253,7 +248,7 @@ class LmdbBook:
             if is_complete:
                 self._end_reservation(commit.slot.address, row)
                 self._free(namespace, commit.slot.address)
-                self._duplicate_count += 1
+                self._counts["duplicate_count"] += 1
             return Verdict.DUPLICATE
         if row is None:
             return Verdict.EXPIRED
@@ -261,7 +256,7 @@ class LmdbBook:
             return Verdict.PARTIAL
         self._end_reservation(commit.slot.address, row)
         self._publish(namespace, Page(commit.key, commit.parent, commit.chunk_index, *commit.slot))
-        self._published_count += 1
+        self._counts["published_count"] += 1
         return Verdict.PUBLISHED
 
     def _standing(self, namespace: bytes, commit: Commit) -> ReservedRow | None:
@@ -397,14 +392,14 @@ class LmdbBook:
     # Sweeping.
 
     def sweep(self, wanted: Sequence[tuple[bytes, int]] = (), can_grow: bool = True) -> Swept:
-        evicted_before_count = self._evicted_count
+        evicted_before_count = self._counts["evicted_count"]
         expired_count = self._end_timers()
         self._end_creations()
         self._forget_spaces()
         room_max = self._meta.capacity_bytes // self._meta.segment_bytes
         make_room(self, self._now_s, room_max, wanted, can_grow)
-        self._expired_count += expired_count
-        evicted_count = self._evicted_count - evicted_before_count
+        self._counts["expired_count"] += expired_count
+        evicted_count = self._counts["evicted_count"] - evicted_before_count
         return Swept(expired_count, evicted_count, tuple(self._deletable()))
 
     def _end_timers(self) -> int:
@@ -443,6 +438,7 @@ class LmdbBook:
             if namespace not in in_use and row.attached_s <= self._now_s - SPACE_IDLE_S:
                 self._tables.spaces.delete(namespace)
                 self._eviction.forget(row)
+                lmdb_figures.forget_lookups(self._tables, namespace)
                 self._spaces[namespace] = None
 
     def _deletable(self) -> Iterable[int]:
@@ -495,7 +491,10 @@ class LmdbBook:
 
     # Figures.
 
-    def stats(self, lookup_count: int, hit_count: int) -> CatalogStats:
-        """`lookup_count`, `hit_count`: what was not flushed yet."""
-        meta = self._meta.with_lookups(lookup_count, hit_count)
-        return catalog_stats(meta, self.heats(), [row.space for row in self._space_rows()])
+    def hottest(self, namespace: bytes, count: int) -> list[HotPage]:
+        row = self._space(namespace)
+        return lmdb_figures.hottest(self._tables, row, self._age, count) if row else []
+
+    def stats(self) -> CatalogStats:
+        spaces = [row.space for row in self._space_rows()]
+        return lmdb_figures.stats(self._tables, self._meta, self.heats(), spaces)

@@ -127,6 +127,18 @@ class Table:
                 more = cursor.next()
         return found
 
+    def last(self, prefix: bytes, count_max: int) -> list[bytes]:
+        """Keys that start with `prefix`, the last one first. `prefix` is a number, as `number_key`
+        packs it."""
+        end = (int.from_bytes(prefix, "big") + 1).to_bytes(len(prefix), "big")
+        keys = []
+        with self._transaction.cursor(self._database) as cursor:
+            more = cursor.prev() if cursor.set_range(end) else cursor.last()
+            while more and len(keys) < count_max and cursor.key().startswith(prefix):
+                keys.append(cursor.key())
+                more = cursor.prev()
+        return keys
+
     def count(self) -> int:
         return self._transaction.stat(self._database)["entries"]
 

@@ -6,6 +6,7 @@ begins with a `PACKED_HIT`. A space is named by a number inside keys, which keep
 | table | key | value |
 | --- | --- | --- |
 | meta | `catalog` | `Meta` |
+| meta | namespace | lookups and hits: `lmdb_figures` |
 | spaces | namespace | `SpaceRow` |
 | segments | number | `SegmentHeat`, less its number |
 | slots | address | `ReservedRow`, or the key of the published page |
@@ -82,11 +83,6 @@ class Meta(NamedTuple):
     duplicate_count: int = 0
     expired_count: int = 0
     evicted_count: int = 0
-
-    def with_lookups(self, lookup_count: int, hit_count: int) -> "Meta":
-        return self._replace(
-            lookup_count=self.lookup_count + lookup_count, hit_count=self.hit_count + hit_count
-        )
 
     def pack(self) -> bytes:
         return _META.pack(FORMAT_VERSION, *self)

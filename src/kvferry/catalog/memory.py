@@ -16,6 +16,7 @@ from kvferry.catalog.base import (
     CatalogStats,
     Commit,
     Hit,
+    HotPage,
     Page,
     Policy,
     Slot,
@@ -122,6 +123,10 @@ class MemoryCatalog:
     def stats(self) -> CatalogStats:
         with self._use() as book:
             return book.stats()
+
+    def hottest(self, namespace: bytes, count: int) -> list[HotPage]:
+        with self._use() as book:
+            return book.hottest(namespace, count)
 
     def segments(self) -> dict[int, SegmentEntry]:
         with self._use() as book:

@@ -13,10 +13,12 @@ from kvferry.catalog.base import (
     ATTACH_STEP_S,
     CLASS_COUNT,
     CREATION_S,
+    HOTTEST_MAX,
     SPACE_IDLE_S,
     CatalogStats,
     Commit,
     Hit,
+    HotPage,
     Page,
     Policy,
     Slot,
@@ -25,6 +27,7 @@ from kvferry.catalog.base import (
     Verdict,
     check_slices,
     check_space,
+    counted,
     unknown_namespace,
 )
 from kvferry.catalog.eviction import (
@@ -103,6 +106,7 @@ class MemoryBook:
         self._recalls: dict[bytes, Recall] = {}
         self._ghosts: dict[tuple[bytes, int], bytes] = {}
         self._counts: Counter[str] = Counter()
+        self._lookups: dict[bytes, tuple[int, int]] = {}  # and hits, by namespace
 
     # Namespaces and pages.
 
@@ -115,6 +119,9 @@ class MemoryBook:
 
     def lookup(self, namespace: bytes, keys: Sequence[bytes]) -> list[Hit | None]:
         pages = [self._pages.get((namespace, key)) for key in keys]
+        lookups, hits = self._lookups.get(namespace, (0, 0))
+        hits += sum(page is not None for page in pages)
+        self._lookups[namespace] = lookups + len(keys), hits
         self._counts["lookup"] += len(keys)
         self._counts["hit"] += sum(page is not None for page in pages)
         return [page and Hit(page.address, page.generation) for page in pages]
@@ -348,6 +355,7 @@ class MemoryBook:
                 del self._recalls[namespace]
                 for place in [place for place in self._ghosts if place[0] == namespace]:
                     del self._ghosts[place]
+                self._lookups.pop(namespace, None)
 
     def _deletable(self) -> tuple[int, ...]:
         """Emptied segments that nobody may still write to or read from."""
@@ -432,7 +440,10 @@ class MemoryBook:
             capacity_bytes=self.capacity_bytes,
             segment_bytes=self.segment_bytes,
             segment_count=len(heats),
-            spaces=tuple(space_stats(space, heats) for _, space in sorted(self._spaces.items())),
+            spaces=tuple(
+                counted(space_stats(space, heats), self._lookups)
+                for _, space in sorted(self._spaces.items())
+            ),
             lookup_key_count=self._counts["lookup"],
             hit_key_count=self._counts["hit"],
             published_count=self._counts["published"],
@@ -440,6 +451,17 @@ class MemoryBook:
             expired_count=self._counts["expired"],
             evicted_count=self._counts["evicted"],
         )
+
+    def hottest(self, namespace: bytes, count: int) -> list[HotPage]:
+        def heat(owned: tuple[bytes, _Page]) -> tuple[int, int, Address]:
+            page = owned[1]
+            return page.age, -page.chunk_index, page.address
+
+        pages = sorted(self._pages_of(namespace), key=heat, reverse=True)
+        return [
+            HotPage(key, page.parent, page.chunk_index, self._age() - page.age)
+            for key, page in pages[: min(count, HOTTEST_MAX)]
+        ]
 
     def segments(self) -> dict[int, SegmentEntry]:
         return {

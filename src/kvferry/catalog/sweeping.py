@@ -153,4 +153,5 @@ def space_stats(space: Space, heats: Sequence[SegmentHeat]) -> SpaceStats:
         graced_count=sum(heat.graced_count for heat in own),
         segment_count=len(own),
         slot_bytes=space.slot_bytes,
+        chunk_tokens=space.chunk_tokens,
     )

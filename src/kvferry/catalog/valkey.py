@@ -11,7 +11,6 @@ which makes a new one, with another `catalog_id`, where there is none.
 """
 
 import struct
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,11 +18,13 @@ from kvferry.catalog import valkey_records as records
 from kvferry.catalog.base import (
     DEFAULT_POLICY,
     GRACE_S,
+    HOTTEST_MAX,
     LOST,
     PACKED_HIT,
     CatalogStats,
     Commit,
     Hit,
+    HotPage,
     Page,
     Policy,
     Slot,
@@ -34,6 +35,7 @@ from kvferry.catalog.base import (
     check_space,
     unknown_namespace,
 )
+from kvferry.catalog.lookup_counts import Counts, LookupCounts
 from kvferry.catalog.snapshot import SegmentEntry, Snapshot
 from kvferry.catalog.valkey_library import library
 from kvferry.catalog.valkey_link import Link
@@ -60,6 +62,7 @@ _HIT = struct.Struct(f"{PACKED_HIT.size}s")
 NO_GENERATION = bytes(16)
 MISS = bytes(PACKED_HIT.size)
 OK = ord("K")
+NO_COUNTS: Counts = {}
 _VERDICTS = {
     ord("P"): Verdict.PUBLISHED,
     ord("A"): Verdict.PARTIAL,
@@ -95,9 +98,7 @@ class ValkeyCatalog:
         self._policy = policy
         self._link = link or Link(server, clock, library())
         self._opened: _Opened | None = None
-        self._lock = threading.Lock()  # for the two counts
-        self._lookup_count = 0
-        self._hit_count = 0
+        self._counts = LookupCounts()
 
     def open(self, store_id: bytes, capacity_bytes: int, segment_bytes: int) -> bool:
         self.close()
@@ -152,13 +153,10 @@ class ValkeyCatalog:
     def _write(self, function: str, *arguments: Any, once: bool = False, namespace=b"") -> bytes:
         """`once`: if the reply is lost and it is asked again, the same reply comes. `namespace`:
         for the error."""
-        with self._lock:
-            lookup_count, hit_count = self._lookup_count, self._hit_count
-        said = self._change(function, arguments, once, (lookup_count, hit_count), namespace)
+        counts = self._counts.pending()
+        said = self._change(function, arguments, once, counts, namespace)
         if said[0] == OK:  # else the function changed nothing
-            with self._lock:
-                self._lookup_count -= lookup_count
-                self._hit_count -= hit_count
+            self._counts.told(counts)
         return said
 
     def _change(
@@ -166,11 +164,11 @@ class ValkeyCatalog:
         function: str,
         arguments: Sequence[Any],
         once: bool = False,
-        counts: tuple[int, int] = (0, 0),
+        counts: Counts = NO_COUNTS,
         namespace: bytes = b"",
     ) -> bytes:
         opened = self._require()
-        header = records.HEADER.pack(self._grace_s, *counts, self._policy is Policy.ADAPTIVE)
+        header = records.pack_header(self._grace_s, self._policy, counts)
         operation = self._link.operation() if once else b""
         said = self._link.call(
             function, opened.root, opened.catalog_id, header, operation, *arguments
@@ -208,9 +206,7 @@ class ValkeyCatalog:
             for part in _parts(keys, LOOKUP_KEYS_MAX)
         )
         miss_count = sum(map(MISS.__eq__, _each_hit(hits)))
-        with self._lock:
-            self._lookup_count += len(keys)
-            self._hit_count += len(keys) - miss_count
+        self._counts.add(namespace, len(keys), len(keys) - miss_count)
         return hits
 
     def attach(self, space: Space) -> None:
@@ -287,9 +283,10 @@ class ValkeyCatalog:
         return taken_count
 
     def stats(self) -> CatalogStats:
-        with self._lock:
-            counts = self._lookup_count, self._hit_count
-        return records.read_stats(*self._read("stats"), *counts)
+        return self._counts.added_to(records.read_stats(*self._read("stats")))
+
+    def hottest(self, namespace: bytes, count: int) -> list[HotPage]:
+        return records.unpack_hottest(self._read("hottest", namespace, min(count, HOTTEST_MAX)))
 
     def segments(self) -> dict[int, SegmentEntry]:
         (fields,) = self._read("segments")

@@ -7,7 +7,17 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from kvferry.catalog.base import CatalogStats, Commit, Page, Slot, Space, SpaceStats
+from kvferry.catalog.base import (
+    CatalogStats,
+    Commit,
+    HotPage,
+    Page,
+    Policy,
+    Slot,
+    Space,
+    SpaceStats,
+)
+from kvferry.catalog.lookup_counts import Counts
 from kvferry.catalog.snapshot import (
     PageEntry,
     ReservedEntry,
@@ -20,8 +30,6 @@ from kvferry.layout import Address
 
 NO_KEY = bytes(32)
 
-HEADER = struct.Struct("<dIIB")
-"""Grace time, lookups and hits that were not told yet, whether the policy is `adaptive`."""
 NUMBER = struct.Struct("<I")
 LEASE = struct.Struct("<d")
 SLOT = struct.Struct("<II16s")
@@ -29,6 +37,9 @@ ADOPTED = struct.Struct("<IB")
 SWEPT = struct.Struct("<II")
 SIZES = struct.Struct(">IdII")
 
+_RULES = struct.Struct("<dB")
+_LOOKUPS = struct.Struct("<32sII")
+_HOT_PAGE = struct.Struct("<32s32sII")
 _COMMIT = struct.Struct("<32s32sIII16sii")
 _FOUND = struct.Struct("<32s32sII16s")
 _WANTED = struct.Struct("<32sI")
@@ -37,6 +48,17 @@ _TOTALS = struct.Struct(">IIIIIddII")
 _SEGMENT = struct.Struct(">I32sBdIIIId")
 _PAGE = struct.Struct("<II16sII32sB")
 _RESERVED = struct.Struct("<c16sd32s")
+
+
+def pack_header(grace_s: float, policy: Policy, counts: Counts) -> bytes:
+    """Grace time, whether the policy is `adaptive`; lookups and hits that were not told yet, by
+    namespace."""
+    packed = (_LOOKUPS.pack(namespace, *told) for namespace, told in counts.items())
+    return _RULES.pack(grace_s, policy is Policy.ADAPTIVE) + b"".join(packed)
+
+
+def unpack_hottest(answer: tuple[bytes]) -> list[HotPage]:
+    return [HotPage(*fields) for fields in _HOT_PAGE.iter_unpack(answer)]
 
 
 def pack_sizes(space: Space) -> bytes:
@@ -101,14 +123,7 @@ def unpack_segment(packed: bytes) -> SegmentEntry:
     return SegmentEntry(namespace, SegmentState(state), until_s, slot_count)
 
 
-def read_stats(
-    meta: Sequence[bytes],
-    segment_count: int,
-    spaces: Sequence[Any],
-    lookup_count: int,
-    hit_count: int,
-) -> CatalogStats:
-    """`lookup_count`, `hit_count`: what was not told to the server yet."""
+def read_stats(meta: Sequence[bytes], segment_count: int, spaces: Sequence[Any]) -> CatalogStats:
     capacity, segment, lookup, hit, published, duplicate, expired, evicted = map(int, meta)
     rows = sorted((namespace, *row) for namespace, row in pairs(spaces))
     return CatalogStats(
@@ -116,8 +131,8 @@ def read_stats(
         segment_bytes=segment,
         segment_count=segment_count,
         spaces=tuple(_space_stats(*row) for row in rows),
-        lookup_key_count=lookup + lookup_count,
-        hit_key_count=hit + hit_count,
+        lookup_key_count=lookup,
+        hit_key_count=hit,
         published_count=published,
         duplicate_count=duplicate,
         expired_count=expired,
@@ -125,8 +140,10 @@ def read_stats(
     )
 
 
-def _space_stats(namespace: bytes, row: bytes, totals: bytes) -> SpaceStats:
-    _, _, slot_bytes, _, _ = _SPACE.unpack_from(row)
+def _space_stats(
+    namespace: bytes, row: bytes, totals: bytes, lookups: bytes | None, hits: bytes | None
+) -> SpaceStats:
+    _, _, slot_bytes, _, chunk_tokens = _SPACE.unpack_from(row)
     segment_count, _, page_count, reserved_count, graced_count, *_ = _TOTALS.unpack(totals)
     return SpaceStats(
         namespace=namespace,
@@ -136,6 +153,9 @@ def _space_stats(namespace: bytes, row: bytes, totals: bytes) -> SpaceStats:
         graced_count=graced_count,
         segment_count=segment_count,
         slot_bytes=int(slot_bytes),
+        chunk_tokens=chunk_tokens,
+        lookup_key_count=int(lookups or 0),
+        hit_key_count=int(hits or 0),
     )
 
 

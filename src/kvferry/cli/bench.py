@@ -15,7 +15,8 @@ import typer
 import kvferry
 from kvferry.cli import options, output
 from kvferry.clock import Clock, SystemClock
-from kvferry.config import cache_folder, parse_size
+from kvferry.config import cache_folder
+from kvferry.setting_values import parse_size
 
 app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 

@@ -4,7 +4,6 @@ It listens on loopback, asks for a password that it makes itself, and keeps its 
 Valkey does the serving; this starts it, gives it the functions, and stops it in order.
 """
 
-import ipaddress
 import os
 import signal
 from pathlib import Path
@@ -15,9 +14,10 @@ import typer
 
 from kvferry.cli import options, output
 from kvferry.clock import Clock, SystemClock
-from kvferry.config import CATALOG_PASSWORD_VARIABLE, catalog_password, parse_size, state_folder
+from kvferry.config import CATALOG_PASSWORD_VARIABLE, catalog_password, state_folder
 from kvferry.errors import ConfigError
-from kvferry.server_url import DEFAULT_PORT, ServerUrl
+from kvferry.server_url import DEFAULT_PORT, ServerUrl, is_loopback
+from kvferry.setting_values import parse_size
 
 PASSWORD_BYTES = 24
 
@@ -61,7 +61,7 @@ def serve(
             "catalog.client", "pip install kvferry[serve]", reason=str(error)
         ) from error
     folder = (folder or state_folder() / "catalog-server").absolute()
-    if no_password and not _is_loopback(host):
+    if no_password and not is_loopback(host):
         raise ConfigError(
             "catalog.serve", f"{host} can be reached from other hosts: it needs a password"
         )
@@ -90,13 +90,6 @@ def serve(
 
 def _stop(number: int, frame: object) -> None:
     raise _Stopped
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _own_password(file: Path, clock: Clock) -> str:

@@ -9,8 +9,10 @@ import kvferry
 from kvferry.cli import bench, catalog_commands, config_from, output, pd_demo
 from kvferry.cli.check import check
 from kvferry.cli.clear import clear
+from kvferry.cli.dashboard import dashboard
 from kvferry.cli.demo import demo
 from kvferry.cli.doctor import doctor
+from kvferry.cli.exporter import exporter
 from kvferry.cli.resize import resize
 from kvferry.cli.route import route
 from kvferry.cli.status import status
@@ -19,7 +21,7 @@ from kvferry.errors import Error
 app = typer.Typer(
     help="KV cache for vLLM that moves.", no_args_is_help=True, pretty_exceptions_enable=False
 )
-for _command in (demo, doctor, status, check, clear, resize, route):
+for _command in (demo, doctor, status, check, clear, resize, route, exporter, dashboard):
     app.command()(_command)
 app.add_typer(bench.app, name="bench")
 app.add_typer(pd_demo.app, name="pd")

@@ -65,26 +65,30 @@ def open_store(config: Config, *, may_make: bool = False) -> Iterator[OpenedStor
         write_thread_count=1,
         usrbio_library=config.usrbio_library,
     )
-    url = config.catalog_url(facts.store_id)
     catalog = None
     try:
-        is_named = config.catalog is not None
-        catalog = _open_catalog(url, facts, is_named=is_named, may_make=may_make)
-        yield OpenedStore(pages, facts, catalog, shown(url))
+        catalog = open_catalog(config, facts, may_make=may_make)
+        yield OpenedStore(pages, facts, catalog, shown(config.catalog_url(facts.store_id)))
     finally:
         if catalog is not None:
             catalog.close()
         pages.close()
 
 
-def _open_catalog(url: str, facts: StoreFacts, *, is_named: bool, may_make: bool) -> Catalog | None:
-    """Only one that is there already, if not told otherwise: looking at a store makes none."""
+def open_catalog(config: Config, facts: StoreFacts, *, may_make: bool = False) -> Catalog | None:
+    """Only one that is there already, if not told otherwise: looking at a store makes none. The
+    caller closes it. None: there is none on this host, and none was named."""
+    url = config.catalog_url(facts.store_id)
     scheme, path = split_url(url)
     is_there = is_server(url) or (scheme == "lmdb" and Path(path, "data.mdb").exists())
     if not is_there and not may_make:
-        if is_named:
+        if config.catalog is not None:
             raise UnavailableError("cli.no_catalog", f"there is no catalog in {url}: name another")
         return None
     catalog = catalog_open.open_url(url, SystemClock(), is_guest=not may_make)
-    catalog.open(facts.store_id, facts.capacity_bytes, facts.segment_bytes)
+    try:
+        catalog.open(facts.store_id, facts.capacity_bytes, facts.segment_bytes)
+    except BaseException:
+        catalog.close()
+        raise
     return catalog

@@ -19,6 +19,12 @@ CatalogUrl = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on standard output, for scripts.")]
 
+Host = Annotated[str, typer.Option(help="Where to listen.")]
+TokenFile = Annotated[
+    str | None,
+    typer.Option(help="File with the token to ask for. Default: of KVFERRY_VIEW_TOKEN."),
+]
+
 Scratch = Annotated[
     Path | None,
     typer.Argument(help="Where to write; on the disk to be measured. Default: a temporary folder."),

@@ -10,10 +10,10 @@ import typer
 from kvferry.cli import options, output
 from kvferry.cli.opened import existing_root
 from kvferry.clock import SystemClock
-from kvferry.config import parse_size
 from kvferry.errors import IncompatibleError
 from kvferry.pages import segments
 from kvferry.pages.owner import OWNER_LEASE_S, StoreOwnership
+from kvferry.setting_values import parse_size
 
 
 class ResizeReport(msgspec.Struct, frozen=True):

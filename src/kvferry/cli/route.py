@@ -6,8 +6,8 @@ from urllib.parse import urlsplit
 import typer
 
 from kvferry.cli import output
-from kvferry.config import parse_size
 from kvferry.errors import ConfigError
+from kvferry.setting_values import parse_size
 
 Urls = list[str]
 

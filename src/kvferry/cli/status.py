@@ -126,11 +126,11 @@ def _row(space: SpaceStatus) -> tuple[str, ...]:
         size_text(space.bytes),
         str(space.reserved),
         str(space.segments),
-        _model(space.description),
+        model_name(space.description),
     )
 
 
-def _model(description: str) -> str:
+def model_name(description: str) -> str:
     """The model's name in an identity record, if it has one; the record is for people."""
     try:
         record = msgspec.json.decode(description)

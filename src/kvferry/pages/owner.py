@@ -123,6 +123,11 @@ class StoreOwnership:
                     return term
         return None
 
+    def term(self) -> Term:
+        """The latest. Looks only; may be called without `acquire`."""
+        with files.system_errors("look at", self._root):
+            return self._latest()[1]
+
     def _begin(self, number: int) -> None:
         self._number = number
         self.lost = False
@@ -187,6 +192,32 @@ class StoreOwnership:
 
     def _path(self, number: int) -> Path:
         return self._root / f"owner.{number:08x}"
+
+
+class Census:
+    """Counts the processes that use a store, by their beats. Looks only. One thread; it has to ask
+    at least twice in a lease. Raises as `files.system_errors` says."""
+
+    def __init__(self, root: Path, clock: Clock, lease_s: float = OWNER_LEASE_S):
+        self._owner = StoreOwnership(root, "", clock)
+        self._clock = clock
+        self._lease_s = lease_s
+        self._first_s: float | None = None
+        self._seen: dict[str, tuple[int, float | None]] = {}  # count, and when it moved
+
+    def count(self) -> int | None:
+        """None: it is not known yet of all whether they live."""
+        beats, now_s = self._owner.term().beats, self._clock.now_s()
+        is_first = self._first_s is None
+        self._first_s = now_s if is_first else self._first_s
+        seen, self._seen = self._seen, {}
+        for process, count in beats.items():
+            before, moved_s = seen.get(process, (None, None))
+            self._seen[process] = count, (moved_s if count == before or is_first else now_s)
+        moments = [moved_s for _, moved_s in self._seen.values()]
+        if None in moments and now_s < self._first_s + self._lease_s:
+            return None
+        return sum(moved_s is not None and now_s < moved_s + self._lease_s for moved_s in moments)
 
 
 def _others(term: Term, process: str) -> dict[str, int]:

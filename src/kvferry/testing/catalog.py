@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from kvferry.catalog.base import (
+    AGE_STEP_S,
     DEFAULT_POLICY,
     GRACE_S,
     PACKED_HIT,
@@ -18,6 +19,7 @@ from kvferry.catalog.base import (
     Catalog,
     Commit,
     Hit,
+    HotPage,
     Policy,
     Slot,
     Space,
@@ -232,6 +234,31 @@ class CatalogSuite(CatalogFixtures):
         catalog.sweep()
         stats = catalog.stats()
         assert (stats.lookup_key_count, stats.hit_key_count) == (5, 3)
+
+    def test_lookups_are_counted_for_each_namespace(self, driver, catalog):
+        driver.grow(A)
+        driver.grow(B)
+        driver.store(chain("x", 3))
+        for _ in range(2):
+            catalog.lookup(A.namespace, [*chain("x", 3), key("other")])
+            catalog.lookup(B.namespace, [key("other")])
+            catalog.sweep()
+        a, b = sorted(catalog.stats().spaces, key=lambda space: space.description)
+        assert (a.lookup_key_count, a.hit_key_count) == (8, 6)
+        assert (b.lookup_key_count, b.hit_key_count) == (2, 0)
+
+    def test_the_hottest_pages_come_first_and_parents_before_children(self, driver, catalog, clock):
+        driver.grow(count=2)
+        driver.store(chain("x", 3))
+        driver.store(chain("y", 2))
+        clock.advance(2 * AGE_STEP_S)
+        catalog.touch(A.namespace, chain("x", 2)[-1:])
+        found = catalog.hottest(A.namespace, 4)
+        (x0, x1, x2), (y0, _) = chain("x", 3), chain("y", 2)
+        assert found[:2] == [HotPage(x0, ROOT, 0, 0), HotPage(x1, x0, 1, 0)]
+        assert found[2:] == [HotPage(y0, ROOT, 0, 2), HotPage(chain("y", 2)[1], y0, 1, 2)]
+        assert HotPage(x2, x1, 2, 2) in catalog.hottest(A.namespace, 9)
+        assert catalog.hottest(B.namespace, 4) == catalog.hottest(b"?" * 32, 4) == []
 
     # Reserving and committing.
 

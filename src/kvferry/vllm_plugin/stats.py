@@ -22,6 +22,7 @@ PREFIX = "vllm:"
 same process."""
 
 TRANSFER = "kvferry_transfer_"
+EXPORTER = "kvferry_exporter_"
 CONDITIONS = (
     "kvferry_internal_errors_total",
     "kvferry_standing_aside",
@@ -29,7 +30,7 @@ CONDITIONS = (
 )
 """What either connector may have to say; an engine may have both."""
 
-STORE_NAMES = {name: PREFIX + name for name in METRICS if not name.startswith(TRANSFER)}
+STORE_NAMES = {name: PREFIX + name for name in METRICS if not name.startswith((TRANSFER, EXPORTER))}
 TRANSFER_NAMES = {
     name: PREFIX + TRANSFER + name.removeprefix(TRANSFER).removeprefix("kvferry_")
     for name in METRICS

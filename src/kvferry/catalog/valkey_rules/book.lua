@@ -37,6 +37,7 @@ function Book.open(root, catalog_id, grace_s, is_adaptive)
     next_segment = tonumber(found[6]),
     next_space = tonumber(found[7]),
     counts = { published = 0, duplicate = 0, expired = 0, evicted = 0, lookup = 0, hit = 0 },
+    lookups = {},
     spaces = {},
     segments = {},
     tables = {},
@@ -61,12 +62,31 @@ function Book:flush()
   for _, found in pairs(self.tables) do
     found:flush()
   end
+  for field, count in pairs(self.lookups) do
+    call('HINCRBY', self.root .. ':lookups', field, count)
+  end
   call('HSET', self.root, 'last_s', self.now_s, 'offset_s', self.offset_s,
     'next_segment', self.next_segment, 'next_space', self.next_space)
   for name, count in pairs(self.counts) do
     if count > 0 then
       call('HINCRBY', self.root, name, count)
     end
+  end
+end
+
+-- What `packed` says that was looked up and found, by namespace.
+function Book:add_lookups(packed)
+  for first = 1, #packed, KEY_BYTES + 8 do
+    local namespace, lookups, hits = unpack_from('<c32I4I4', packed, first)
+    self.lookups[namespace .. 'L'], self.lookups[namespace .. 'H'] = lookups, hits
+    self.counts.lookup, self.counts.hit = self.counts.lookup + lookups, self.counts.hit + hits
+  end
+end
+
+function Book:forget_lookups(namespace)
+  for _, field in ipairs({ namespace .. 'L', namespace .. 'H' }) do
+    self.lookups[field] = nil
+    call('HDEL', self.root .. ':lookups', field)
   end
 end
 

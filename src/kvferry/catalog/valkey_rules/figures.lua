@@ -28,16 +28,55 @@ function Readers.lookup(root, namespace, packed)
   return table.concat(hits)
 end
 
--- The store's own fields, then for each namespace its name, record and sums.
+-- The store's own fields, then for each namespace its name, record, sums, lookups and hits.
 function Readers.stats(root)
   local meta = call('HMGET', root, 'capacity_bytes', 'segment_bytes', 'lookup', 'hit', 'published',
     'duplicate', 'expired', 'evicted')
   local spaces = call('HGETALL', root .. ':spaces')
   for index = 2, #spaces, 2 do
     local number = unpack_from('>I4', spaces[index])
-    spaces[index] = { spaces[index], call('HGET', root .. ':totals', tostring(number)) }
+    local namespace = spaces[index - 1]
+    spaces[index] = { spaces[index], call('HGET', root .. ':totals', tostring(number)),
+      unpack_all(call('HMGET', root .. ':lookups', namespace .. 'L', namespace .. 'H')) }
   end
   return { OK, meta, call('HLEN', root .. ':segments'), spaces }
+end
+
+-- For each page its key, parent, chunk index and the minutes since its last use.
+function Readers.hottest(root, namespace, count)
+  local row = call('HGET', root .. ':spaces', namespace)
+  if not row then
+    return OK
+  end
+  local space, pages, found = unpack_from('>I4', row), {}, { OK }
+  local last_s, offset_s = unpack_all(call('HMGET', root, 'last_s', 'offset_s'))
+  local now_s = math.max(tonumber(last_s), server_now_s() + tonumber(offset_s))
+  for class = 0, CLASS_COUNT - 1 do
+    local cold = root .. ':cold:' .. space .. ':' .. class
+    for _, address in ipairs(call('ZREVRANGE', cold, 0, count - 1)) do
+      local segment, slot = unpack_from(ADDRESS, address)
+      local first = slot * KEY_BYTES
+      local key = call('GETRANGE', root .. ':keys:' .. segment, first, first + KEY_BYTES - 1)
+      local _, _, _, age, chunk_index, parent = unpack_from(PAGE,
+        call('HGET', root .. ':pages:' .. space, key))
+      pages[#pages + 1] = { key = key, parent = parent, age = age, chunk_index = chunk_index,
+        address = address }
+    end
+  end
+  table.sort(pages, function(one, other)
+    if one.age ~= other.age then
+      return one.age > other.age
+    elseif one.chunk_index ~= other.chunk_index then
+      return one.chunk_index < other.chunk_index
+    end
+    return one.address > other.address
+  end)
+  for index = 1, math.min(tonumber(count), #pages) do
+    local page = pages[index]
+    found[#found + 1] = pack('<c32c32I4I4', page.key, page.parent, page.chunk_index,
+      math.max(0, floor(now_s / AGE_STEP_S) - page.age))
+  end
+  return table.concat(found)
 end
 
 function Readers.segments(root)

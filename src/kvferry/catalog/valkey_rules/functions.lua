@@ -3,12 +3,12 @@
 
 local OPERATION_S = 60 -- for how long a reply that must not be worked out twice is kept
 
--- `args`: catalog id, grace time, lookups and hits since the last call, policy, operation id or nothing,
--- then the verb's own.
+-- `args`: catalog id; grace time, policy, then for each namespace its lookups and hits since the last
+-- call; operation id or nothing; then the verb's own.
 local function writing(verb)
   return function(keys, args)
     bind()
-    local grace_s, lookup_count, hit_count, is_adaptive = unpack_from('<dI4I4B', args[2])
+    local grace_s, is_adaptive = unpack_from('<dB', args[2])
     local book = Book.open(keys[1], args[1], grace_s, is_adaptive == 1)
     if not book then
       return LOST
@@ -18,10 +18,10 @@ local function writing(verb)
     if said then
       return said
     end
-    book.counts.lookup, book.counts.hit = lookup_count, hit_count
+    book:add_lookups(sub(args[2], 10))
     local reply, is_changed = verb(book, unpack_all(args, 4))
     local status = sub(reply, 1, 1)
-    if status == OK and (is_changed ~= false or lookup_count > 0) then
+    if status == OK and (is_changed ~= false or book.counts.lookup > 0) then
       book:flush()
       if operation then
         call('SET', operation, reply, 'EX', OPERATION_S)
@@ -86,5 +86,6 @@ register('adopt', writing(Verbs.adopt), {})
 register('sweep', writing(Verbs.sweep), {})
 register('lookup', reading(Readers.lookup), { 'no-writes' })
 register('stats', reading(Readers.stats), { 'no-writes' })
+register('hottest', reading(Readers.hottest), { 'no-writes' })
 register('segments', reading(Readers.segments), { 'no-writes' })
 register('audit', reading(Readers.audit), { 'no-writes' })

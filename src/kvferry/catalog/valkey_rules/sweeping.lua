@@ -53,6 +53,7 @@ function Book:forget_spaces()
     local space = self:space(namespace)
     if space.segments == 0 then
       attached:delete(namespace)
+      self:forget_lookups(namespace)
       self:table(Hash, 'spaces'):delete(namespace)
       self:table(Hash, 'totals'):delete(tostring(space.number))
       self:drop(self:ghosts(space))
