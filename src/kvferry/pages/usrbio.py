@@ -22,7 +22,7 @@ from kvferry.clock import Clock
 from kvferry.errors import ConfigError, InternalError, UnavailableError
 from kvferry.layout import PageGeometry
 from kvferry.pages import header
-from kvferry.pages.base import Outcome, PageId, StoreFacts
+from kvferry.pages.base import Outcome, Overdue, PageId, StoreFacts
 from kvferry.pages.descriptors import Descriptors
 from kvferry.pages.facts import Asked
 from kvferry.pages.file_pages import DESCRIPTOR_MAX, FilePages
@@ -38,6 +38,7 @@ IO_BYTES = 4 << 20
 RING_BYTES_MAX = 32 << 20
 ENTRY_MAX = 128
 IO_DEADLINE_S = 30.0
+RING_DEADLINE_S = 150.0
 _TRIAL_S = 5.0
 _TRIAL_CLOSE_S = 2.0
 _CHUNK_BYTES_MIN = 64 << 10
@@ -52,7 +53,8 @@ class UsrbioPages(FilePages):
     """A `PageStore` in a folder of a mounted 3FS. Staging must come from `allocate`: the daemon
     moves bytes to and from it. `library`: path of libhf3fs_api_shared.so; None: the usual places.
 
-    `io_deadline_s`: a later I/O no longer counts as in flight; its buffer stays out of use."""
+    `io_deadline_s`: a later I/O no longer counts as in flight; its buffer stays out of use.
+    `ring_deadline_s`: then its ring is ended, the operation has failed, and the buffer is back."""
 
     def __init__(
         self,
@@ -66,6 +68,7 @@ class UsrbioPages(FilePages):
         descriptor_max: int = DESCRIPTOR_MAX,
         ring_bytes_max: int = RING_BYTES_MAX,
         io_deadline_s: float = IO_DEADLINE_S,
+        ring_deadline_s: float = RING_DEADLINE_S,
     ):
         super().__init__(root, clock, asked, is_sparse=True)
         self.direct_io = True  # the page cache has no part in it
@@ -76,13 +79,13 @@ class UsrbioPages(FilePages):
         self._descriptor_max = descriptor_max
         self._ring_bytes_max = ring_bytes_max
         self._io_deadline_s = io_deadline_s
+        self._ring_deadline_s = ring_deadline_s
         self._mount: Mount | None = None
         self._memories: list[SharedMemory] = []
 
-    @property
-    def overdue_count(self) -> int:
-        """I/Os that were out for longer than `io_deadline_s`, so far."""
-        return self._open_pool().overdue_count
+    def overdue(self) -> Overdue:
+        pool = self._open_pool()
+        return Overdue(pool.overdue_now_count, pool.overdue_count)
 
     def open(self) -> StoreFacts:
         if self._pool is None:
@@ -143,6 +146,7 @@ class UsrbioPages(FilePages):
                 self._ring_bytes_max,
                 max(IO_BYTES, alignment_bytes),
                 self._io_deadline_s,
+                self._ring_deadline_s,
             )
         except OSError as error:
             raise ConfigError(
