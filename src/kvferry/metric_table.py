@@ -153,8 +153,8 @@ _STORES = (
     gauge(
         "overdue_ios",
         "I/Os",
-        "I/Os without an answer for 30 s (`usrbio:`). Their part of staging is out of use until they"
-        " are answered, or given up 150 s after they began.",
+        "I/Os without an answer for 30 s (`usrbio:`). Their part of staging is out of use until"
+        " they are answered, or given up 150 s after they began.",
         "Not zero: the 3FS daemon or a storage target hangs; see their logs.",
     ),
     counter(

@@ -87,7 +87,7 @@ static void *work(void *argument) {
   while (!ring->is_ending) {
     struct slot *slot = next_slot(ring);
     if (slot == NULL) {
-      const struct timespec limit = after(settings.implicit > 0 ? 0.002 : 0.1);
+      const struct timespec limit = after(0.1);
       pthread_cond_timedwait(&ring->changed, &ring->lock, &limit);
       continue;
     }
@@ -194,6 +194,7 @@ int hf3fs_prep_io(const struct hf3fs_ior *ior, const struct hf3fs_iov *iov, bool
     struct slot *slot = &ring->slots[index];
     *slot = (struct slot){PREPARED, {0}, iov_offset, file, (off_t)offset, length, userdata, 0, {0}};
     memcpy(slot->id, iov->id, sizeof slot->id);
+    if (settings.implicit > 0) pthread_cond_broadcast(&ring->changed);
   } else {
     close(file);
   }

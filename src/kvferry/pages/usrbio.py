@@ -41,6 +41,8 @@ IO_DEADLINE_S = 30.0
 RING_DEADLINE_S = 150.0
 _TRIAL_S = 5.0
 _TRIAL_CLOSE_S = 2.0
+_TRIAL_COUNT = 3
+_NOT_ALLOWED = (errno.EACCES, errno.EPERM)
 _CHUNK_BYTES_MIN = 64 << 10
 FILES_OPEN = 2 * DESCRIPTOR_MAX + 256
 """How many files may be open: 3FS keeps a second descriptor of each segment."""
@@ -164,7 +166,8 @@ class UsrbioPages(FilePages):
         return memory
 
     def _try(self, pool: UsrbioPool) -> None:
-        """Reads the superblock through a ring. What comes does not matter, only that it comes."""
+        """Reads the superblock through a ring. What comes does not matter, only that it comes: what
+        may pass is tried again."""
         memory = self._share(pool, _TRIAL_GEOMETRY.page_bytes)
         library = self._mount.library
         descriptor = os.open(self._root / SUPERBLOCK, os.O_RDONLY | os.O_CLOEXEC)
@@ -173,23 +176,30 @@ class UsrbioPages(FilePages):
         except OSError as error:
             os.close(descriptor)
             raise _not_registered(error, self._root) from error
+        for _ in range(_TRIAL_COUNT):
+            error_number = self._try_once(pool, descriptor, memory.address)
+            if error_number in (0, *_NOT_ALLOWED):
+                break
+        library.deregister_file(descriptor)
+        os.close(descriptor)
+        if error_number:
+            raise _refused(error_number, self._mount.point)
+        pool.remove_memory(memory.address)
+        self._memories.remove(memory)
+        memory.close()
+
+    def _try_once(self, pool: UsrbioPool, descriptor: int, address: int) -> int:
         template = header.template(_TRIAL_PAGE, _TRIAL_GEOMETRY)
         sizes = (1, _TRIAL_GEOMETRY.slice_bytes, _TRIAL_GEOMETRY.payload_bytes)
-        pool.submit_reads([(descriptor, 0, memory.address, 0, *sizes, template)], True)
+        pool.submit_reads([(descriptor, 0, address, 0, *sizes, template)], True)
         results = pool.wait(_TRIAL_S)
         if not results:  # the file stays open and registered, since the read is still out
             raise UnavailableError(
                 "pages.silent",
                 f"the 3FS daemon of {self._mount.point} has not answered in {_TRIAL_S:.0f} s",
             )
-        library.deregister_file(descriptor)
-        os.close(descriptor)
         _, _, code, error_number, _ = results[0]
-        if tuple(Outcome)[code] is Outcome.IO_ERROR:
-            raise _refused(error_number, self._mount.point)
-        pool.remove_memory(memory.address)
-        self._memories.remove(memory)
-        memory.close()
+        return error_number if tuple(Outcome)[code] is Outcome.IO_ERROR else 0
 
 
 def _holds(memory: SharedMemory, address: int, length_bytes: int) -> bool:
@@ -209,7 +219,7 @@ def _not_registered(error: OSError, root: Path) -> ConfigError:
 def _refused(error_number: int, mount_point: str) -> ConfigError | UnavailableError:
     reason = f"a read through the 3FS daemon of {mount_point} fails: {os.strerror(error_number)}"
     details = {"errno": error_number}
-    if error_number in (errno.EACCES, errno.EPERM):
+    if error_number in _NOT_ALLOWED:
         cure = (
             f"the daemon must run as user {os.geteuid()} and have the same /dev/shm (Kubernetes: a "
             "hostPath volume; docker: -v /dev/shm:/dev/shm or --ipc=host)"
