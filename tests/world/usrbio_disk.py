@@ -1,43 +1,15 @@
 """3FS under the simulated world: real segment files, real rings, the emulated library's daemon."""
 
 from kvferry.layout import Address
-from kvferry.pages.base import PageStore, Result
+from kvferry.pages.base import PageStore
 from kvferry.pages.facts import Asked
-from kvferry.pages.usrbio import UsrbioPages
 from kvferry.testing.posix_place import PosixPlace
-from kvferry.testing.world.checks import Failed, SimClock
+from kvferry.testing.world.checks import SimClock
 from tests.emulation.library import Emulation
+from tests.pages.usrbio_place import PatientPages
 
-PATIENCE_COUNT = 200
 DISORDER = {"reorder": 1, "fewer": 1, "implicit": 0.3, "delay_us": 200, "late_ms": 3}
 FAULTS = {"late": 0.1, "eio": 0.04, "eremoteio": 0.04, "eintr": 0.04}
-
-
-class PatientPages(UsrbioPages):
-    """A poll returns all that was submitted: how long real threads take is not the world's time."""
-
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        self._out_count = 0
-
-    def submit_reads(self, extents):
-        self._out_count += len(extents)
-        return super().submit_reads(extents)
-
-    def submit_writes(self, extents):
-        self._out_count += len(extents)
-        return super().submit_writes(extents)
-
-    def poll(self) -> list[Result]:
-        found: list[Result] = []
-        for _ in range(PATIENCE_COUNT):
-            if len(found) == self._out_count:
-                break
-            found += super().wait(0.05)
-        if len(found) != self._out_count:
-            raise Failed("d", f"{self._out_count - len(found)} I/Os without a completion")
-        self._out_count = 0
-        return sorted(found, key=lambda result: (result.job, result.index))
 
 
 class UsrbioDisk(PosixPlace):
