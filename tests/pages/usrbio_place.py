@@ -28,7 +28,7 @@ class UsrbioPlace(PosixPlace):
 
 
 class PatientPages(UsrbioPages):
-    """A poll returns all that was submitted: how long real threads take is not a manual clock's time."""
+    """A poll returns all that was submitted: real threads know no manual clock."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
