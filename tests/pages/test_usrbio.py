@@ -188,14 +188,30 @@ def test_an_extent_of_many_ios_is_one_result(emulation):
         assert read.payloads == driver.expected(driver.extent(PAGE, Address(1, 1)))
 
 
-def test_slots_of_whole_chunks_are_written_without_partial_ones(emulation):
-    """What two ranks that share a page cost: docs/3fs.md."""
-    geometry = PageGeometry(slice_count=2, payload_bytes=MIB - 4096, chunk_tokens=16)
-    with opened(emulation, 2, geometry, Asked(64 * MIB, MIB, 16 * MIB)) as driver:
-        before = emulation.count("partial_chunk_writes")
-        for half in (range(1), range(1, 2)):
-            assert driver.write(PAGE, Address(1, 1), half).outcome is Outcome.OK
-        assert emulation.count("partial_chunk_writes") == before
+@pytest.mark.parametrize(
+    ("payload_bytes", "alignment_bytes", "expected"),
+    [
+        (MIB - 4096, MIB, {1: 0, 2: 0, 4: 0, 8: 0}),
+        (MIB, MIB, {1: 1, 2: 3, 4: 7, 8: 15}),
+        (MIB, 4096, {1: 2, 2: 4, 4: 8, 8: 16}),
+    ],
+)
+def test_what_ranks_that_share_a_chunk_of_3fs_cost(
+    emulation, payload_bytes, alignment_bytes, expected
+):
+    """Writes of a part of a chunk, for a page of eight slices by so many ranks: docs/3fs.md."""
+    geometry = PageGeometry(slice_count=8, payload_bytes=payload_bytes, chunk_tokens=16)
+    asked = Asked(64 * MIB, alignment_bytes, 64 * MIB)
+    counted = {}
+    with opened(emulation, 1, geometry, asked) as driver:
+        for rank_count in expected:
+            before = emulation.count("partial_chunk_writes")
+            share = 8 // rank_count
+            for first in range(0, 8, share):
+                written = driver.write(PAGE, Address(1, 1), range(first, first + share))
+                assert written.outcome is Outcome.OK
+            counted[rank_count] = emulation.count("partial_chunk_writes") - before
+    assert counted == expected
 
 
 def test_many_pages_by_all_threads_in_disorder(emulation):
