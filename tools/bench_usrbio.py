@@ -1,8 +1,11 @@
 """`kvferry bench usrbio` over the emulated library on tmpfs: bench_usrbio.py [options of it...].
 
-Builds the library and the bare loop, and makes a mount of the emulation's in /dev/shm.
+Builds the library and the bare loop, and makes a mount of the emulation's in /dev/shm. One ring for
+two cores, if not told otherwise: the other core is the daemon's, which copies as a network card
+would. With more, the daemon and whoever computes checksums take the cores from each other.
 """
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -23,6 +26,7 @@ def main() -> None:
         mount = Path(folder, "mnt")
         (mount / "3fs-virt/iovs").mkdir(parents=True)
         arguments = [str(mount), "--usrbio-library", str(built), "--loop", str(loop)]
+        arguments += ["--depth", str(max(1, len(os.sched_getaffinity(0)) // 2))]
         run = "from kvferry.cli.main import main; main()"
         command = [sys.executable, "-c", run, "bench", "usrbio", *arguments, *sys.argv[1:]]
         sys.exit(subprocess.run(command, check=False).returncode)

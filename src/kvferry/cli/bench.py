@@ -62,7 +62,7 @@ def usrbio(
     loop: Annotated[Path, typer.Option(help="benchmarks/usrbio_loop.c, compiled.")],
     block: Annotated[str, typer.Option(help="Payload of a page, one I/O.")] = "4MiB",
     size: Annotated[str, typer.Option(help="Length of the file.")] = "1GiB",
-    depth: Annotated[int, typer.Option(min=1, max=64, help="Rings, of two blocks each.")] = 4,
+    depth: Annotated[int, typer.Option(min=1, max=64, help="Rings, of four blocks each.")] = 4,
     rounds: Annotated[int, typer.Option(min=1, help="Passes of each contender.")] = 5,
     as_json: options.AsJson = False,
 ) -> None:

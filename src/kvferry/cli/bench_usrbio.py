@@ -33,6 +33,8 @@ from kvferry.pages.usrbio import (
 
 LOOP = "bare loop"
 CONTENDER_COUNT = 3
+BLOCKS_OUT = 4
+"""In each ring, so that it has one more while another is proven or submitted; 32 MiB in engines."""
 
 
 def plan(folder: Path, page_bytes: int, block_count: int, depth: int, rounds: int) -> Plan:
@@ -46,6 +48,10 @@ class Rings(bench_io.Pool):
     """kvferry's rings, `depth` of them."""
 
     library: str | None = None
+
+    @staticmethod
+    def place_count(plan: Plan) -> int:
+        return BLOCKS_OUT * plan.depth
 
     def run(self, plan: Plan, is_read: bool) -> Sample:
         mount = find_mount(plan.path.parent, self.library, FILES_OPEN)
@@ -97,7 +103,7 @@ class Loop:
             str(plan.block_bytes),
             str(plan.block_count),
             str(plan.depth),
-            str(bench_io.Pool.place_count(plan) // plan.depth),
+            str(BLOCKS_OUT),
         ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
