@@ -15,7 +15,7 @@ FAST_INSTALLED := $(FAST)/.installed
 REQUIREMENTS := $(wildcard requirements/*.txt)
 NATIVE := pyproject.toml $(wildcard native/*)
 
-.PHONY: help demo demo-pd test test-fast test-all test-version bench lint docs clean
+.PHONY: help demo demo-pd test test-fast test-all test-version sanitize bench lint docs clean
 
 help:
 	@echo "make demo       two engines share one KV cache: the whole thing in a table"
@@ -24,6 +24,7 @@ help:
 	@echo "make test-fast  the tests that need neither vLLM nor a compiler, in a minute"
 	@echo "make test-all   everything, the slow ones as well; keeps benchmarks/test-all.txt"
 	@echo "make test-version VLLM=0.28.0  the tests that need vLLM, on another version of it"
+	@echo "make sanitize the native tests under AddressSanitizer and ThreadSanitizer, half an hour"
 	@echo "make bench      measurements; keeps them under benchmarks/"
 	@echo "make lint       style"
 	@echo "make docs       writes the generated pages again"
@@ -47,6 +48,12 @@ test-all: $(BUILT)
 test-version: | $(VENV)/bin/python
 	$(VENV)/bin/python tools/with_vllm.py $(VLLM) $(ARGUMENTS)
 
+# Both run to their end; it fails if one did.
+sanitize: $(BUILT)
+	failed=0; for what in address thread; do \
+		$(VENV)/bin/python tools/sanitized.py $$what || failed=1; \
+	done; exit $$failed
+
 bench: $(BUILT)
 	for what in io copies catalog scheduler; do \
 		$(VENV)/bin/kvferry bench $$what --json > benchmarks/bench_$$what.json.new; \
@@ -54,6 +61,8 @@ bench: $(BUILT)
 	done
 	$(VENV)/bin/kvferry bench catalog --valkey --json > benchmarks/bench_catalog_valkey.json.new
 	mv benchmarks/bench_catalog_valkey.json.new benchmarks/bench_catalog_valkey.json
+	$(VENV)/bin/python tools/bench_usrbio.py --json > benchmarks/bench_usrbio_emulated.json.new
+	mv benchmarks/bench_usrbio_emulated.json.new benchmarks/bench_usrbio_emulated.json
 
 lint: $(FAST_INSTALLED)
 	$(FAST)/bin/ruff check

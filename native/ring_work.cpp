@@ -26,24 +26,28 @@ timespec wall_clock_after(std::chrono::nanoseconds wait) {
 void RingWork::run() {
   be_nice(kNiceLevels);
   while (take()) {
+    if (!has_ring_) renew_ring();
     begin_all();
     finish_ready();
     look_for_overdue();
+    if (pool_.must_abandon_ || (is_ending_ && timely_count() == 0)) abandon();
   }
-  pool_.library_.iordestroy(&ring_);
+  if (has_ring_) pool_.library_.iordestroy(&ring_);
 }
 
 // Waits for tasks if no completion is to be expected; false at the end. Takes its share, so that
 // a batch occupies all threads: the proof of what is read takes a processor.
 bool RingWork::take() {
   Lock lock(pool_.mutex_);
+  if (pool_.must_abandon_) queue_.tasks.clear();
   const auto has_work = [this] { return pool_.is_closed_ || !queue_.tasks.empty(); };
   if (out_count_ == 0 && begun_.empty()) {
     queue_.filled.wait(lock, has_work);
     if (queue_.tasks.empty()) return false;
   } else if (timely_count() == 0 && (begun_.empty() || is_full())) {
-    queue_.filled.wait_for(lock, kLookForOverdue,
-                           [this] { return !is_full() && !queue_.tasks.empty(); });
+    queue_.filled.wait_for(lock, kLookForOverdue, [this] {
+      return pool_.must_abandon_ || (has_room() && !is_full() && !queue_.tasks.empty());
+    });
   }
   if (!begun_.empty() || !has_room() || is_full()) return true;
   size_t share = (queue_.tasks.size() + queue_.thread_count - 1) / queue_.thread_count;
@@ -90,7 +94,8 @@ bool RingWork::begin_next(const std::shared_ptr<UsrbioPool::Task>& task) {
     return true;
   }
   *entry = {task, task->begun_bytes, length,
-            deadline_after(pool_.settings_.io_deadline_s), false};
+            deadline_after(pool_.settings_.io_deadline_s),
+            deadline_after(pool_.settings_.ring_deadline_s), false};
   task->begun_bytes += length;
   ++task->out_count;
   ++out_count_;
@@ -114,8 +119,12 @@ void RingWork::finish(const Hf3fsCqe& done) {
   const auto task = std::move(io.task);
   io.task = nullptr;
   --out_count_;
-  if (io.is_overdue) --overdue_count_;
-  if (!io.is_overdue) timely_bytes_ -= io.length_bytes;
+  if (io.is_overdue) {
+    --overdue_count_;
+    --pool_.overdue_now_count_;
+  } else {
+    timely_bytes_ -= io.length_bytes;
+  }
   --task->out_count;
   if (done.result < 0) {
     const int error_number = static_cast<int>(-done.result);
@@ -143,12 +152,40 @@ void RingWork::end_if_done(const std::shared_ptr<UsrbioPool::Task>& task) {
 void RingWork::look_for_overdue() {
   const Deadline now = std::chrono::steady_clock::now();
   for (Io& io : ios_) {
+    if (io.task && now >= io.ring_deadline) is_ending_ = true;
     if (!io.task || io.is_overdue || now < io.deadline) continue;
     io.is_overdue = true;
     ++overdue_count_;
     ++pool_.overdue_count_;
+    ++pool_.overdue_now_count_;
     timely_bytes_ -= io.length_bytes;
   }
+}
+
+// Ends the ring with all that is out in it: that has failed, and its buffers are free.
+void RingWork::abandon() {
+  if (has_ring_) pool_.library_.iordestroy(&ring_);
+  has_ring_ = is_ending_ = false;
+  is_submitted_ = true;
+  for (Io& io : ios_) {
+    if (!io.task) continue;
+    Hf3fsCqe done{};
+    done.result = -ETIMEDOUT;
+    done.userdata = reinterpret_cast<void*>(&io - ios_.data());
+    finish(done);
+  }
+  if (pool_.must_abandon_) begun_.clear();
+}
+
+void RingWork::renew_ring() {
+  const int error_number = pool_.make_ring(&ring_, is_read_);
+  has_ring_ = error_number == 0;
+  if (!has_ring_) fail_begun(error_number);
+}
+
+// What has been taken, and has nothing in a ring.
+void RingWork::fail_begun(int error_number) {
+  for (const auto& task : begun_) task->fail(task->begun_bytes, Outcome::kIoError, error_number);
 }
 
 }  // namespace kvferry

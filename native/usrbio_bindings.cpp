@@ -22,7 +22,7 @@ class UsrbioPoolHandle {
  public:
   UsrbioPoolHandle(const Hf3fs& library, const std::string& mount_point, size_t read_thread_count,
                    size_t write_thread_count, int entry_max, size_t ring_bytes_max,
-                   size_t io_bytes_max, double io_deadline_s) {
+                   size_t io_bytes_max, double io_deadline_s, double ring_deadline_s) {
     require(read_thread_count > 0, "read_thread_count must be positive");
     require(write_thread_count > 0, "write_thread_count must be positive");
     require(entry_max > 0, "entry_max must be positive");
@@ -30,7 +30,7 @@ class UsrbioPoolHandle {
     require(io_bytes_max > 0 && io_bytes_max % kHeaderBytes == 0,
             "io_bytes_max must be a multiple of 4096");
     const UsrbioSettings settings{mount_point, entry_max, ring_bytes_max, io_bytes_max,
-                                  io_deadline_s};
+                                  io_deadline_s, ring_deadline_s};
     pool_ = std::make_shared<UsrbioPool>(library, settings);
     int error;
     {
@@ -76,6 +76,7 @@ class UsrbioPoolHandle {
   }
 
   uint64_t overdue_count() const { return pool_->overdue_count(); }
+  uint64_t overdue_now_count() const { return pool_->overdue_now_count(); }
 
  private:
   std::shared_ptr<UsrbioPool> pool_;
@@ -125,11 +126,12 @@ void bind_usrbio(nb::module_& m) {
       .def("punch_hole", punch_hole, nb::arg("descriptor"), nb::arg("start"), nb::arg("end"));
 
   nb::class_<UsrbioPoolHandle>(m, "UsrbioPool")
-      .def(nb::init<const Hf3fs&, const std::string&, size_t, size_t, int, size_t, size_t,
+      .def(nb::init<const Hf3fs&, const std::string&, size_t, size_t, int, size_t, size_t, double,
                     double>(),
            nb::arg("library"), nb::arg("mount_point"), nb::arg("read_thread_count"),
            nb::arg("write_thread_count"), nb::arg("entry_max"), nb::arg("ring_bytes_max"),
-           nb::arg("io_bytes_max"), nb::arg("io_deadline_s"))
+           nb::arg("io_bytes_max"), nb::arg("io_deadline_s"),
+           nb::arg("ring_deadline_s"))
       .def("add_memory", &UsrbioPoolHandle::add_memory, nb::arg("address"),
            nb::arg("length_bytes"), nb::arg("id"))
       .def("remove_memory", &UsrbioPoolHandle::remove_memory, nb::arg("address"))
@@ -140,7 +142,8 @@ void bind_usrbio(nb::module_& m) {
       .def("poll", &UsrbioPoolHandle::poll)
       .def("wait", &UsrbioPoolHandle::wait, nb::arg("timeout_s"))
       .def("close", &UsrbioPoolHandle::close, nb::arg("timeout_s"))
-      .def_prop_ro("overdue_count", &UsrbioPoolHandle::overdue_count);
+      .def_prop_ro("overdue_count", &UsrbioPoolHandle::overdue_count)
+      .def_prop_ro("overdue_now_count", &UsrbioPoolHandle::overdue_now_count);
 }
 
 }  // namespace kvferry

@@ -7,6 +7,11 @@
 #include "ring_work.h"
 
 namespace kvferry {
+namespace {
+
+constexpr double kAbandonS = 1.0;
+
+}  // namespace
 
 void UsrbioPool::Task::fail(size_t place, Outcome outcome, int error_number) {
   if (place >= failed_at) return;
@@ -15,16 +20,18 @@ void UsrbioPool::Task::fail(size_t place, Outcome outcome, int error_number) {
   result.error_number = error_number;
 }
 
+int UsrbioPool::make_ring(Hf3fsIor* ring, bool is_read) const {
+  return -library_.iorcreate4(ring, settings_.mount_point.c_str(), settings_.entry_max, is_read, 0,
+                              0, -1, is_read ? kForbidReadHoles : 0);
+}
+
 int UsrbioPool::start(size_t read_thread_count, size_t write_thread_count) {
   std::vector<Hf3fsIor> rings(read_thread_count + write_thread_count);
   for (size_t i = 0; i < rings.size(); ++i) {
-    const bool is_read = i < read_thread_count;
-    const int error =
-        library_.iorcreate4(&rings[i], settings_.mount_point.c_str(), settings_.entry_max, is_read,
-                            0, 0, -1, is_read ? kForbidReadHoles : 0);
+    const int error = make_ring(&rings[i], i < read_thread_count);
     if (error == 0) continue;
     while (i-- > 0) library_.iordestroy(&rings[i]);
-    return -error;
+    return error;
   }
   const Lock lock(mutex_);
   reads_.thread_count = read_thread_count;
@@ -128,7 +135,13 @@ bool UsrbioPool::close(double timeout_s) {
   is_closed_ = true;
   reads_.filled.notify_all();
   writes_.filled.notify_all();
-  const bool is_gone = crew_.wait_gone(lock, deadline_after(timeout_s));
+  bool is_gone = crew_.wait_gone(lock, deadline_after(timeout_s));
+  if (!is_gone) {
+    must_abandon_ = true;
+    reads_.filled.notify_all();
+    writes_.filled.notify_all();
+    is_gone = crew_.wait_gone(lock, deadline_after(kAbandonS));
+  }
   reads_.tasks.clear();
   writes_.tasks.clear();
   return is_gone;

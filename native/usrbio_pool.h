@@ -2,9 +2,10 @@
 // what they read. Each thread has a ring of its own, for one direction: it alone fills and empties
 // it.
 //
-// An I/O whose completion does not come keeps its buffer: the operation's result is never returned,
-// and its thread and ring stay behind, until the completion comes or the process ends. The end of
-// the ring would not do: the daemon holds what it has begun, and may still write.
+// An I/O whose completion does not come keeps its buffer: the operation's result is not returned
+// until the completion comes or its ring is ended. A ring with such an I/O takes nothing new from
+// `ring_deadline_s` on and is ended when what is timely in it has ended; another one takes its
+// place. That is late on purpose: a daemon that lives has by then given up what it still moved.
 #pragma once
 
 #include <atomic>
@@ -24,6 +25,7 @@ struct UsrbioSettings {
   size_t ring_bytes_max;     // bytes out in one ring; an operation of more is out alone
   size_t io_bytes_max;       // an I/O ends at a multiple of this in its file
   double io_deadline_s;      // then an I/O is overdue: it no longer counts, its buffer stays out
+  double ring_deadline_s;    // then its ring is ended: its operation failed with ETIMEDOUT
 };
 
 class UsrbioPool : public std::enable_shared_from_this<UsrbioPool> {
@@ -44,10 +46,14 @@ class UsrbioPool : public std::enable_shared_from_this<UsrbioPool> {
   uint64_t submit_writes(const std::vector<Operation>& operations,
                          const std::vector<uint64_t>& checksums);
   std::vector<Result> wait(double timeout_s);
+  // Waits so long for what is out, then ends the rings, whatever they hold. False if a thread does
+  // not come back from the library.
   bool close(double timeout_s);
 
   // I/Os that were out for longer than the deadline, so far.
   uint64_t overdue_count() const { return overdue_count_; }
+  // Those that still are.
+  uint64_t overdue_now_count() const { return overdue_now_count_; }
 
   struct Task {
     Operation operation;
@@ -74,6 +80,7 @@ class UsrbioPool : public std::enable_shared_from_this<UsrbioPool> {
     size_t thread_count = 0;
   };
 
+  int make_ring(Hf3fsIor* ring, bool is_read) const;  // 0 or errno
   std::shared_ptr<Task> make_task(const Operation& operation) const;
   uint64_t submit(Queue& queue, const std::vector<std::shared_ptr<Task>>& tasks);
   void put(std::shared_ptr<Task> task);
@@ -86,6 +93,8 @@ class UsrbioPool : public std::enable_shared_from_this<UsrbioPool> {
   Queue writes_;
   Results results_;
   std::atomic<uint64_t> overdue_count_{0};
+  std::atomic<uint64_t> overdue_now_count_{0};
+  std::atomic<bool> must_abandon_{false};
   bool is_closed_ = false;
   Crew crew_;
 };

@@ -11,7 +11,13 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-DEFAULT_TESTS = ["tests/pages/test_usrbio.py", "tests/native"]
+DEFAULT_TESTS = [
+    "tests/pages/test_usrbio.py",
+    "tests/pages/test_faults.py",
+    "tests/pages/test_never_wrong.py",
+    "tests/world/test_usrbio_world.py",
+    "tests/native",
+]
 OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter's own
     "TSAN_OPTIONS": "exitcode=66",
@@ -22,7 +28,7 @@ sys.meta_path = [f for f in sys.meta_path if "Redirecting" not in type(f).__name
 sys.path[:0] = [sys.argv[1], sys.argv[2]]
 import pytest, kvferry._native
 assert kvferry._native.__file__.startswith(sys.argv[1]), kvferry._native.__file__
-sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "--capture=sys", *sys.argv[3:]]))
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "--capture=sys", *sys.argv[3:]]))
 """
 
 

@@ -119,3 +119,75 @@ class IoPool:
         out: operations that had not begun are dropped, threads that hang are left behind with
         their buffers, neither is ever returned. Idempotent; it may be called again to ask whether
         they have come back. Without `close`, the end of the pool is `close(0)`."""
+
+class Hf3fs:
+    """The library of 3FS, loaded for good. Any thread."""
+
+    @staticmethod
+    def load(path: str) -> Hf3fs:
+        """Raises RuntimeError with the loader's words, or the name of a function that it lacks."""
+
+    def mount_point(self, path: str) -> str | None:
+        """The mount that an existing path is on; None: not 3FS."""
+
+    def register_file(self, descriptor: int) -> None:
+        """The library keeps a duplicate until `deregister_file`. Raises OSError."""
+
+    def deregister_file(self, descriptor: int) -> None:
+        """Before the descriptor is closed."""
+
+    def punch_hole(self, descriptor: int, start: int, end: int) -> None:
+        """Both at multiples of the file's chunk size. Raises OSError."""
+
+class UsrbioPool:
+    """As IoPool, for files on 3FS: a thread and a ring of its own for each of the counts.
+
+    An I/O ends at a multiple of `io_bytes_max` in its file; `entry_max` of them and
+    `ring_bytes_max` bytes are out in one ring (an operation of more is out alone). After
+    `io_deadline_s` an I/O is overdue: it no longer counts, and its operation is not returned until
+    it is answered. After `ring_deadline_s` its ring is ended, another one made, and the operation
+    returned with ETIMEDOUT. Descriptors must be registered with the library.
+    """
+
+    def __init__(
+        self,
+        library: Hf3fs,
+        mount_point: str,
+        read_thread_count: int,
+        write_thread_count: int,
+        entry_max: int,
+        ring_bytes_max: int,
+        io_bytes_max: int,
+        io_deadline_s: float,
+        ring_deadline_s: float,
+    ) -> None:
+        """Makes the rings and starts the threads. Raises OSError."""
+
+    def add_memory(self, address: int, length_bytes: int, id: bytes) -> None:
+        """Memory that buffers may lie in; `id`: the 16 bytes that its link in the mount is named
+        by. Raises OSError."""
+
+    def remove_memory(self, address: int) -> None:
+        """Only of memory without I/O."""
+
+    def submit_reads(self, operations: Sequence[tuple], verify_payload: bool) -> int:
+        """As IoPool. Raises ValueError for a buffer in no memory of this pool."""
+
+    def submit_writes(self, operations: Sequence[tuple], checksums: Sequence[int] | None) -> int:
+        """As IoPool, headers and payloads at once. Raises ValueError likewise."""
+
+    def poll(self) -> list[tuple[int, int, int, int, tuple[int, ...]]]:
+        """As IoPool."""
+
+    def wait(self, timeout_s: float) -> list[tuple[int, int, int, int, tuple[int, ...]]]:
+        """As IoPool."""
+
+    def close(self, timeout_s: float) -> bool:
+        """Waits so long for all that was submitted, then ends the rings with what is in them. False
+        if a thread does not come back from the library: it is left behind with its ring."""
+
+    overdue_count: int
+    """I/Os that were overdue, so far."""
+
+    overdue_now_count: int
+    """Those that still are."""

@@ -153,6 +153,19 @@ _STORES = (
         "At `staging_bytes` for long: raise it. Not zero on an idle engine: report a bug.",
     ),
     gauge(
+        "overdue_ios",
+        "I/Os",
+        "I/Os without an answer for 30 s (`usrbio:`). Their part of staging is out of use until"
+        " they are answered, or given up 150 s after they began.",
+        "Not zero: the 3FS daemon or a storage target hangs; see their logs.",
+    ),
+    counter(
+        "ios_overdue",
+        "I/Os",
+        "All I/Os that were without an answer for 30 s (`usrbio:`).",
+        "As above, for what is over.",
+    ),
+    gauge(
         "slots_reserved_ahead",
         "slots",
         "Reserved slots in the pool of this engine.",

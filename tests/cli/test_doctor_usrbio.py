@@ -11,6 +11,11 @@ from kvferry.cli.main import app
 from kvferry.config import decode
 
 pytest.importorskip("kvferry._native")
+from kvferry.layout import Address
+from kvferry.pages.base import Outcome
+from kvferry.testing.pages import GEOMETRY, HOME, NAMESPACE
+from kvferry.testing.staging import Driver, page_id
+from tests.pages.usrbio_place import UsrbioPlace
 
 
 def _found(emulation, **settings):
@@ -66,8 +71,49 @@ def test_small_slots_are_a_warning(emulation):
     assert "alignment_bytes" in finding.cure
 
 
-def test_the_command_line(emulation):
-    command = ["doctor", f"usrbio://{emulation.mount}/kv", "--json"]
+@pytest.mark.parametrize("option", [[], ["--pages"]])
+def test_the_command_line(emulation, option):
+    command = ["doctor", *option, f"usrbio://{emulation.mount}/kv", "--json"]
     done = CliRunner().invoke(app, [*command, "--usrbio-library", str(emulation.path)])
     checks = {line["check"]: line["state"] for line in json.loads(done.stdout)}
     assert checks["3FS daemon"] == "passed"
+
+
+def _filled(emulation) -> UsrbioPlace:
+    place = UsrbioPlace(emulation)
+    store = place.store()
+    store.open()
+    store.create_segment(HOME.segment, NAMESPACE, GEOMETRY)
+    driver = Driver(store, GEOMETRY)
+    for name, slot in (("a", 3), ("b", 4)):
+        address = Address(HOME.segment, slot)
+        assert driver.write(page_id(name), address).outcome is Outcome.OK
+    store.close()
+    return place
+
+
+def test_status_and_check_through_rings(emulation):
+    """An operator of 3FS looks at a store by the name that its engines use."""
+    place = _filled(emulation)
+    named = [f"usrbio://{place.root}", "--json", "--usrbio-library", str(emulation.path)]
+    shown = CliRunner().invoke(app, ["status", *named])
+    assert json.loads(shown.stdout)["alignment_bytes"] == 4096
+    reads = emulation.count("reads")
+    checked = CliRunner().invoke(app, ["check", *named])
+    assert (checked.exit_code, json.loads(checked.stdout)["checked_count"]) == (0, 2)
+    assert emulation.count("reads") >= reads + 2
+    page = bytearray(place.page(HOME))
+    page[5000] ^= 1
+    place.replace_page(HOME, bytes(page))
+    checked = CliRunner().invoke(app, ["check", *named])
+    assert (checked.exit_code, len(json.loads(checked.stdout)["bad"])) == (1, 1)
+    assert emulation.left_over() == []
+
+
+def test_without_the_library_they_say_what_to_name(emulation):
+    place = _filled(emulation)
+    for command in ("status", "check"):
+        done = CliRunner().invoke(
+            app, [command, f"usrbio://{place.root}", "--usrbio-library", "/nowhere.so"]
+        )
+        assert "usrbio_library" in str(done.exception)

@@ -169,6 +169,11 @@ class EngineProcess:
         """Takes back all that was injected."""
         self._call("restore")
 
+    def emulate(self, library: Path, settings: dict[str, float] | None = None) -> dict[str, int]:
+        """Sets up the emulated 3FS that this process has loaded (None: leaves it as it is); how
+        often each fault has fired there."""
+        return self._call("emulate", library=str(library), settings=settings)["counts"]
+
     def facts(self) -> dict[str, Any]:
         """What the engine made of its settings."""
         return self._call("facts")

@@ -16,6 +16,7 @@ from kvferry.device.base import Done, Piece
 from kvferry.device.host import HostCopier
 from kvferry.offload import build
 from kvferry.offload.worker.store_jobs import StoreJobs
+from kvferry.pages.usrbio import UsrbioPages
 from kvferry.transfer.nixl_link import NixlLink
 
 FASTEST_S = 0.02
@@ -114,6 +115,14 @@ class SlowCopier(HostCopier):
             self._pool_jobs[number] = job = super().submit_gather(pieces)
             self._late_jobs[job] = number
             self._begun.notify_all()
+
+
+def impatient_rings(io_deadline_s: float, ring_deadline_s: float) -> Callable[[], None]:
+    """I/O on 3FS is overdue, and given up, so soon."""
+    defaults = UsrbioPages.__init__.__kwdefaults__
+    before = dict(defaults)
+    defaults.update(io_deadline_s=io_deadline_s, ring_deadline_s=ring_deadline_s)
+    return lambda: defaults.update(before)
 
 
 def slow_gathers(slowest_s: float = 0.05) -> Callable[[], None]:

@@ -15,6 +15,7 @@ from vllm.lora.request import LoRARequest
 
 from kvferry.vllm_plugin import TRANSFER_CONNECTOR
 from tests.e2e import injected, inside, installed
+from tests.emulation.library import FAULTS, Loaded
 
 BLOCK_TOKENS = 32
 IDLE_S = 0.005
@@ -126,6 +127,13 @@ class Program:
         while self._undo:
             self._undo.pop()()
         return {}
+
+    def emulate(self, library: str, settings: Mapping[str, float] | None) -> dict[str, Any]:
+        """Sets up the emulated 3FS of this process, unless `settings` is None; its counters."""
+        loaded = Loaded(Path(library))
+        if settings is not None:
+            loaded.configure(**settings)
+        return {"counts": {name: loaded.count(name) for name in FAULTS}}
 
     def facts(self) -> dict[str, Any]:
         """What the engine made of its settings."""

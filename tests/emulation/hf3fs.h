@@ -59,7 +59,7 @@ struct settings {
 
 struct counters {
   uint64_t reads, writes, partial_chunk_writes, batches;
-  uint64_t eio, enospc, eremoteio, eintr, lost, late, holes, zeros, implicit, fewer;
+  uint64_t eio, enospc, eremoteio, eintr, lost, late, dropped, holes, zeros, implicit, fewer;
   uint64_t rings, files; /* now */
 };
 

@@ -11,6 +11,7 @@ import pytest
 from kvferry.pages.shared_memory import PREFIX, SHARED_MEMORY
 
 NOW = ("rings", "files")
+FAULTS = ("eio", "enospc", "eremoteio", "eintr", "lost", "late", "dropped")
 SOURCES = Path(__file__).parent
 FLAGS = ["-std=gnu11", "-O2", "-g", "-Wall", "-Werror", "-fPIC", "-shared", "-pthread"]
 
@@ -29,18 +30,13 @@ def build(folder: Path, *flags: str) -> Path:
     return target
 
 
-class Emulation:
-    """The library as this process has it, and a folder that it takes for a mount."""
+class Loaded:
+    """The library as this process has it: its settings and counters."""
 
-    def __init__(self, path: Path, mount: Path):
+    def __init__(self, path: Path):
         self.path = path
-        self.mount = mount
         self._library = ctypes.CDLL(str(path))
         self._library.hf3fs_emulation_count.restype = ctypes.c_uint64
-        (mount / "3fs-virt/iovs").mkdir(parents=True)
-        self.configure()
-        self._before = {name: self._count(name) for name in NOW}
-        self._files_before = set(_own_files())
 
     def configure(self, **settings: float) -> None:
         """Settings of hf3fs.h; what is not named is off."""
@@ -48,12 +44,25 @@ class Emulation:
         self._library.hf3fs_emulation_configure(text.encode())
 
     def count(self, name: str) -> int:
+        """A counter of hf3fs.h, since the library was loaded."""
+        return self._library.hf3fs_emulation_count(name.encode())
+
+
+class Emulation(Loaded):
+    """The library as this process has it, and a folder that it takes for a mount."""
+
+    def __init__(self, path: Path, mount: Path):
+        super().__init__(path)
+        self.mount = mount
+        (mount / "3fs-virt/iovs").mkdir(parents=True)
+        self.configure()
+        self._before = {name: super(Emulation, self).count(name) for name in NOW}
+        self._files_before = set(_own_files())
+
+    def count(self, name: str) -> int:
         """A counter of hf3fs.h, since the library was loaded; of what is there now, what came since
         this was made."""
-        return self._count(name) - self._before.get(name, 0)
-
-    def _count(self, name: str) -> int:
-        return self._library.hf3fs_emulation_count(name.encode())
+        return super().count(name) - self._before.get(name, 0)
 
     def links(self) -> list[Path]:
         """Memory that the daemon has."""

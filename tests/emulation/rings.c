@@ -87,7 +87,7 @@ static void *work(void *argument) {
   while (!ring->is_ending) {
     struct slot *slot = next_slot(ring);
     if (slot == NULL) {
-      const struct timespec limit = after(0.002);
+      const struct timespec limit = after(0.1);
       pthread_cond_timedwait(&ring->changed, &ring->lock, &limit);
       continue;
     }
@@ -148,12 +148,16 @@ int hf3fs_iorcreate4(struct hf3fs_ior *ior, const char *mount, int entries, bool
   return -pthread_create(&ring->daemon, NULL, work, ring);
 }
 
-/* The real one ends a ring whatever the daemon still does in its callers' memory. */
+/* The real one ends a ring whatever the daemon still does in its callers' memory. Here only what was
+ * lost or is late may be out: it is dropped, and touches nothing any more. */
 void hf3fs_iordestroy(struct hf3fs_ior *ior) {
   struct ring *ring = ring_of(ior);
   pthread_mutex_lock(&ring->lock);
   for (int i = 0; i < ring->entries; ++i) {
-    MUST(ring->slots[i].state == FREE, "I/O of this ring is not finished");
+    const struct slot *slot = &ring->slots[i];
+    const bool is_overdue = slot->state == LOST || (slot->state == DONE && !is_past(slot->due));
+    MUST(slot->state == FREE || is_overdue, "I/O of this ring is not finished");
+    if (is_overdue) count(&counters.dropped);
   }
   ring->is_ending = true;
   pthread_cond_broadcast(&ring->changed);
@@ -190,6 +194,7 @@ int hf3fs_prep_io(const struct hf3fs_ior *ior, const struct hf3fs_iov *iov, bool
     struct slot *slot = &ring->slots[index];
     *slot = (struct slot){PREPARED, {0}, iov_offset, file, (off_t)offset, length, userdata, 0, {0}};
     memcpy(slot->id, iov->id, sizeof slot->id);
+    if (settings.implicit > 0) pthread_cond_broadcast(&ring->changed);
   } else {
     close(file);
   }

@@ -29,7 +29,7 @@ static const struct name {
     NAMED(counters, reads),     NAMED(counters, writes),    NAMED(counters, partial_chunk_writes),
     NAMED(counters, batches),   NAMED(counters, eio),       NAMED(counters, enospc),
     NAMED(counters, eremoteio), NAMED(counters, eintr),     NAMED(counters, lost),
-    NAMED(counters, late),      NAMED(counters, holes),
+    NAMED(counters, late),      NAMED(counters, dropped),   NAMED(counters, holes),
     NAMED(counters, zeros),     NAMED(counters, implicit),
     NAMED(counters, fewer),     NAMED(counters, rings),     NAMED(counters, files)};
 

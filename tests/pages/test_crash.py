@@ -78,15 +78,14 @@ def _killed_before(step: int, action: Callable[[], None]) -> bool:
     return _is_killed(_in_child(run))
 
 
-def _files(root: Path) -> SegmentFiles:
-    """Each one a process with random names of its own."""
-    return SegmentFiles(
-        root, ASKED, ManualClock(os.getpid() * 1000 + next(SEEDS)), checksum_reference
-    )
+def _files(root: Path, is_sparse: bool = False) -> SegmentFiles:
+    """Each one a process with random names of its own. `is_sparse`: as on 3FS."""
+    clock = ManualClock(os.getpid() * 1000 + next(SEEDS))
+    return SegmentFiles(root, ASKED, clock, checksum_reference, is_sparse=is_sparse)
 
 
-def _create(root: Path) -> SegmentFiles:
-    store = _files(root)
+def _create(root: Path, is_sparse: bool = False) -> SegmentFiles:
+    store = _files(root, is_sparse)
     store.open()
     store.create(1, NAMESPACE, GEOMETRY)
     return store
@@ -102,23 +101,24 @@ def _require_clean(root: Path, expected: set[str]) -> None:
     assert found == expected
 
 
-def test_killed_while_making_a_store_and_a_segment(tmp_path):
+@pytest.mark.parametrize("is_sparse", [False, True], ids=["posix", "usrbio"])
+def test_killed_while_making_a_store_and_a_segment(tmp_path, is_sparse):
     seen = set()
     for step in itertools.count(1):
         root = tmp_path / str(step)
-        was_killed = _killed_before(step, lambda root=root: _create(root))
-        store = _files(root)
+        was_killed = _killed_before(step, lambda root=root: _create(root, is_sparse))
+        store = _files(root, is_sparse)
         store.open()
         found = store.read(1)
         seen.add(found is Outcome.ABSENT)
         assert found is Outcome.ABSENT or found.slot_count > 0
-        _create(root)
+        _create(root, is_sparse)
         assert store.path(1).stat().st_size == ASKED.segment_bytes
         _require_clean(root, {"superblock.json", "segments/00000001.seg"})
         assert store.used_bytes() <= ASKED.segment_bytes + (64 << 10)
         if not was_killed:
             break
-    assert step > 12 and seen == {True, False}
+    assert step > (11 if is_sparse else 12) and seen == {True, False}
 
 
 def test_killed_while_deleting_a_segment(tmp_path):
@@ -154,14 +154,19 @@ def test_killed_owner_at_any_step_is_replaced_after_its_lease(tmp_path):
     assert step > 12
 
 
-def _posix_place(root: Path, **options):
-    return pytest.importorskip("kvferry.testing.posix_place").PosixPlace(
-        root, ManualClock(), **options
-    )
+@pytest.fixture(params=["posix", "usrbio"])
+def make_place(request, tmp_path):
+    """Makes a place over files; `options` are for `posix`."""
+    if request.param == "posix":
+        module = pytest.importorskip("kvferry.testing.posix_place")
+        return lambda **options: module.PosixPlace(tmp_path, ManualClock(), **options)
+    module = pytest.importorskip("tests.pages.usrbio_place")
+    emulation = request.getfixturevalue("emulation")
+    return lambda **_: module.UsrbioPlace(emulation)
 
 
-def test_killed_in_the_middle_of_an_extent(tmp_path):
-    place = _posix_place(tmp_path, direct_io="off")
+def test_killed_in_the_middle_of_an_extent(make_place):
+    place = make_place(direct_io="off")
     store = place.store()
     store.open()
     store.create_segment(1, NAMESPACE, GEOMETRY)
@@ -187,8 +192,8 @@ def test_killed_in_the_middle_of_an_extent(tmp_path):
     store.close()
 
 
-def test_killed_while_native_threads_write(tmp_path):
-    place = _posix_place(tmp_path)
+def test_killed_while_native_threads_write(make_place):
+    place = make_place()
     store = place.store()
     store.open()
     store.create_segment(1, NAMESPACE, LARGE)

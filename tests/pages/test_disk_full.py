@@ -17,6 +17,8 @@ from kvferry.testing.staging import Driver, page_id
 
 pytest.importorskip("kvferry._native")
 from kvferry.testing.posix_place import PosixPlace
+from tests.emulation import library
+from tests.pages.usrbio_place import UsrbioPlace
 
 PAGE = page_id("a")
 
@@ -98,6 +100,40 @@ def test_a_store_without_room_for_a_superblock_says_so(small_disk):
             replace(ASKED, capacity_bytes=2 << 20)
         ).open()
     assert not list(small_disk.rglob("*.tmp"))
+
+
+@pytest.fixture
+def driver_on_3fs(small_disk, hf3fs_library):
+    emulation = library.Emulation(hf3fs_library, small_disk)
+    place = UsrbioPlace(emulation)
+    store = place.store()
+    store.open()
+    store.create_segment(HOME.segment, NAMESPACE, GEOMETRY)
+    driver = Driver(store, GEOMETRY)
+    assert driver.write(PAGE, HOME).outcome is Outcome.OK
+    driver.place = place
+    yield driver
+    store.close()
+    assert emulation.left_over() == []
+
+
+def test_3fs_that_is_full_opens_and_is_read_and_says_so_when_written(small_disk, driver_on_3fs):
+    """It has no preallocation, so a segment runs out in the middle."""
+    driver, other = driver_on_3fs, Address(HOME.segment, 9)
+    driver.store.create_segment(2, NAMESPACE, GEOMETRY)
+    _fill(small_disk)
+    again = driver.place.store()
+    again.open()
+    assert Driver(again, GEOMETRY).read(PAGE, HOME).result.outcome is Outcome.OK
+    again.close()
+    result = driver.write(PAGE, other)
+    assert (result.outcome, result.errno) == (Outcome.NO_SPACE, errno.ENOSPC)
+    assert driver.read(PAGE, other).result.outcome is not Outcome.OK
+    assert driver.read(PAGE, HOME).result.outcome is Outcome.OK
+    assert driver.write(PAGE, HOME).outcome is Outcome.OK, "where there are blocks already"
+    os.unlink(small_disk / "filler")
+    assert driver.write(PAGE, other).outcome is Outcome.OK
+    assert driver.read(PAGE, other).result.outcome is Outcome.OK
 
 
 def _fill(folder):

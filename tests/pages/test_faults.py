@@ -14,27 +14,74 @@ from kvferry.testing.places import MemoryPlace
 from kvferry.testing.staging import Driver, page_id
 
 PAGE = page_id("a")
+SLOW = pytest.mark.slow
 
 
-class FaultyPlace(MemoryPlace):
-    """A memory store with faults at these rates; none by default."""
+class FaultyPlace:
+    """A place whose stores have faults at these rates; none by default."""
 
-    def __init__(self, seed: int = 0, **rates: float):
-        self.clock = ManualClock(seed)
+    def __init__(self, inner, clock: ManualClock, **rates: float):
+        self._inner = inner
+        self.clock = clock
+        self.digest = inner.digest
         self.rates = {Fault(name): rate for name, rate in rates.items()}
-        super().__init__(self.clock)
+        self.stores: list[FaultyPages] = []
 
     def store(self, asked=ASKED) -> FaultyPages:
-        inner = super().store(asked)
-        return FaultyPages(inner, self, self.clock, self.clock.chance, self.rates, late_s_max=1.0)
+        inner = self._inner.store(asked)
+        store = FaultyPages(inner, self, self.clock, self.clock.chance, self.rates, late_s_max=1.0)
+        self.stores.append(store)
+        return store
+
+    def page(self, address: Address) -> bytes:
+        return self._inner.page(address)
+
+    def replace_page(self, address: Address, content: bytes) -> None:
+        self._inner.replace_page(address, content)
+
+
+def on_memory(seed: int = 0, **rates: float) -> FaultyPlace:
+    clock = ManualClock(seed)
+    return FaultyPlace(MemoryPlace(clock), clock, **rates)
+
+
+@pytest.fixture(params=["memory", "usrbio"])
+def faulty(request):
+    """Makes a faulty place on this backend, of a seed and rates."""
+    if request.param == "memory":
+        yield on_memory
+    else:
+        yield from _on_usrbio(request.getfixturevalue("emulation"))
+
+
+@pytest.fixture
+def faulty_usrbio(emulation):
+    yield from _on_usrbio(emulation)
+
+
+def _on_usrbio(emulation):
+    usrbio_place = pytest.importorskip("tests.pages.usrbio_place")
+    places: list[FaultyPlace] = []
+
+    def make(seed: int = 0, **rates: float) -> FaultyPlace:
+        clock = ManualClock(seed)
+        place = usrbio_place.PatientPlace(emulation, clock, f"store {len(places)}")
+        places.append(FaultyPlace(place, clock, **rates))
+        return places[-1]
+
+    yield make
+    for store in [store for place in places for store in place.stores]:
+        store.release()
+        store.close()
+    assert emulation.left_over() == []
 
 
 class TestWithoutFaults(PageStoreSuite):
     """The wrapper itself keeps the contract."""
 
     @pytest.fixture
-    def place(self):
-        return FaultyPlace()
+    def place(self, faulty):
+        return faulty()
 
 
 def _driver(place: FaultyPlace) -> Driver:
@@ -63,8 +110,8 @@ def _written(place: FaultyPlace) -> Driver:
         ("late", Outcome.OK),
     ],
 )
-def test_read_faults(fault, outcome):
-    driver = _written(FaultyPlace(**{fault: 1.0}))
+def test_read_faults(faulty, fault, outcome):
+    driver = _written(faulty(**{fault: 1.0}))
     read = driver.read(PAGE, HOME)
     assert read.result.outcome is outcome
     right = driver.expected(driver.extent(PAGE, HOME))
@@ -82,8 +129,8 @@ def test_read_faults(fault, outcome):
         ("late", Outcome.OK, Outcome.OK),
     ],
 )
-def test_write_faults(fault, says, later):
-    driver = _driver(FaultyPlace(**{fault: 1.0}))
+def test_write_faults(faulty, fault, says, later):
+    driver = _driver(faulty(**{fault: 1.0}))
     assert driver.write(PAGE, HOME).outcome is says
     assert driver.store.fired[Fault(fault)] == 1
     driver.store.rates = {}
@@ -91,21 +138,21 @@ def test_write_faults(fault, says, later):
     assert outcome is later if later else outcome is not Outcome.OK
 
 
-def test_a_failed_write_may_have_happened():
+def test_a_failed_write_may_have_happened(faulty):
     seen = set()
     for seed in range(20):
-        driver = _driver(FaultyPlace(seed, io_error=1.0))
+        driver = _driver(faulty(seed, io_error=1.0))
         assert driver.write(PAGE, HOME).outcome is Outcome.IO_ERROR
         driver.store.rates = {}
         seen.add(driver.read(PAGE, HOME).result.outcome)
     assert seen == {Outcome.OK, Outcome.ABSENT}
 
 
-def test_a_late_read_writes_to_its_buffer_late():
+def test_a_late_read_writes_to_its_buffer_late(faulty):
     """Or only its result is late: both happen."""
     seen = set()
     for seed in range(20):
-        place = FaultyPlace(seed, late=1.0)
+        place = faulty(seed, late=1.0)
         driver = _written(place)
         extent = driver.extent(PAGE, HOME)
         driver.spoil(extent)
@@ -120,8 +167,8 @@ def test_a_late_read_writes_to_its_buffer_late():
     assert seen == {True, False}
 
 
-def test_a_lost_write_is_there_but_nobody_hears_of_it():
-    driver = _driver(FaultyPlace(lost=1.0))
+def test_a_lost_write_is_there_but_nobody_hears_of_it(faulty):
+    driver = _driver(faulty(lost=1.0))
     extent = driver.extent(PAGE, HOME)
     driver.fill(extent)
     driver.store.submit_writes([extent])
@@ -130,8 +177,8 @@ def test_a_lost_write_is_there_but_nobody_hears_of_it():
     assert driver.read(PAGE, HOME).result.outcome is Outcome.OK
 
 
-def test_a_duplicated_write_comes_back_over_a_later_page():
-    driver = _driver(FaultyPlace(duplicate=1.0))
+def test_a_duplicated_write_comes_back_over_a_later_page(faulty):
+    driver = _driver(faulty(duplicate=1.0))
     driver.write(PAGE, HOME)
     driver.store.rates = {}
     newer = page_id("b")
@@ -141,8 +188,8 @@ def test_a_duplicated_write_comes_back_over_a_later_page():
     assert driver.read(newer, HOME).result.outcome is Outcome.FOREIGN
 
 
-def test_a_hang_holds_everything_until_it_is_released():
-    place = FaultyPlace(hang=1.0)
+def test_a_hang_holds_everything_until_it_is_released(faulty):
+    place = faulty(hang=1.0)
     driver = _written(place)
     job = driver.store.submit_reads([driver.extent(PAGE, HOME)])
     before_s = place.clock.now_s()
@@ -154,18 +201,29 @@ def test_a_hang_holds_everything_until_it_is_released():
     assert driver.one_result(job).outcome is Outcome.OK
 
 
-def test_a_full_disk_takes_no_segment():
-    store = FaultyPlace(no_space=1.0).store()
+def test_a_full_disk_takes_no_segment(faulty):
+    store = faulty(no_space=1.0).store()
     store.open()
     with pytest.raises(ExhaustedError):
         store.create_segment(1, NAMESPACE, GEOMETRY)
     assert store.segments() == [] and store.fired[Fault.NO_SPACE] == 1
 
 
+ALL_FAULTS = {fault.value: 0.08 for fault in Fault}
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_under_all_faults_ok_means_the_right_bytes_and_no_result_comes_twice(seed):
-    rates = {fault.value: 0.08 for fault in Fault}
-    place = FaultyPlace(seed, **rates)
+    _do_anything(on_memory(seed, **ALL_FAULTS))
+
+
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(n, marks=SLOW) for n in range(6, 60))])
+def test_so_they_do_on_3fs_in_disorder(emulation, faulty_usrbio, seed):
+    emulation.configure(seed=seed, reorder=1, fewer=1, implicit=0.3, delay_us=200)
+    _do_anything(faulty_usrbio(seed, **ALL_FAULTS))
+
+
+def _do_anything(place: FaultyPlace) -> None:
     driver = _driver(place)
     store, chance = driver.store, place.clock.chance
     pages = [page_id(str(n), generation) for n in range(3) for generation in range(2)]

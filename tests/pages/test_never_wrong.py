@@ -223,5 +223,11 @@ class TestNeverWrong:
         self._show(damage, _check(disk, damage, 8))
         disk.driver.store.close()
 
+    def test_usrbio(self, damage, emulation):
+        usrbio_place = pytest.importorskip("tests.pages.usrbio_place")
+        disk = Disk(usrbio_place.UsrbioPlace(emulation))
+        self._show(damage, _check(disk, damage, 20))
+        disk.driver.store.close()
+
     def _show(self, damage, refused_count):
         assert (refused_count > 0) == (damage is not leave_alone)

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("kvferry._native")
 from kvferry.errors import InternalError
 from kvferry.layout import Address, PageGeometry
-from kvferry.pages.base import Outcome
+from kvferry.pages.base import Outcome, Overdue
 from kvferry.pages.facts import Asked
 from kvferry.testing.pages import GEOMETRY, HOME, NAMESPACE, PageStoreSuite
 from kvferry.testing.staging import Buffer, Driver, page_id
@@ -103,7 +103,7 @@ def test_a_late_completion_is_a_result_and_counts_as_overdue(emulation):
         emulation.configure(late=1, late_ms=300)
         read = driver.read(PAGE, HOME)
         assert read.result.outcome is Outcome.OK
-        assert driver.store.overdue_count == 1
+        assert driver.store.overdue() == Overdue(0, 1)
         assert emulation.count("late") >= 1
 
 
@@ -124,16 +124,52 @@ def test_a_completion_that_never_comes_holds_its_buffer_and_nothing_else(emulati
     submit([lost])
     assert store.wait(0.3) == []
     assert emulation.count("lost") == before + 1
-    assert store.overdue_count == 1
+    assert store.overdue() == Overdue(1, 1)
     emulation.configure()
     assert driver.write(page_id("b"), Address(1, 5)).outcome is Outcome.OK
     assert driver.read(page_id("b"), Address(1, 5)).result.outcome is Outcome.OK
     assert store.poll() == []
+    dropped = emulation.count("dropped")
     store._pool.close(0.01)  # not five seconds
     store.close()
-    assert emulation.count("rings") >= 1, "the ring of what is out stays"
-    assert emulation.count("files") >= 1, "so does its file"
-    assert emulation.links(), "and so does its memory"
+    assert emulation.count("dropped") == dropped + 1, "the end of its ring ends it"
+    assert emulation.left_over() == []
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_buffer_comes_back_when_its_ring_is_ended(emulation, is_read):
+    """Else staging would run dry after as many lost completions as it has slots."""
+    options = {"io_deadline_s": 0.05, "ring_deadline_s": 0.3, "read_thread_count": 1}
+    with opened(emulation, write_thread_count=1, **options) as driver:
+        store = driver.store
+        driver.write(PAGE, HOME)
+        extent = driver.extent(PAGE, HOME, None, 1)
+        driver.fill(extent)
+        lost, rings = emulation.count("lost"), emulation.count("rings")
+        emulation.configure(lost=1)
+        job = (store.submit_reads if is_read else store.submit_writes)([extent])
+        result = driver.one_result(job)
+        assert (result.outcome, result.errno) == (Outcome.IO_ERROR, errno.ETIMEDOUT)
+        assert emulation.count("lost") == lost + 1
+        assert store.overdue() == Overdue(0, 1)
+        emulation.configure()
+        assert driver.write(page_id("b"), Address(1, 5)).outcome is Outcome.OK
+        assert driver.read(page_id("b"), Address(1, 5)).result.outcome is Outcome.OK
+        assert emulation.count("rings") == rings, "another one is in its place"
+    assert emulation.left_over() == []
+
+
+def test_a_daemon_that_gives_no_other_ring_fails_what_comes(emulation):
+    options = {"io_deadline_s": 0.05, "ring_deadline_s": 0.1, "read_thread_count": 1}
+    with opened(emulation, **options) as driver:
+        driver.write(PAGE, HOME)
+        emulation.configure(lost=1, refuse_rings=errno.ENOTCONN)
+        assert driver.read(PAGE, HOME).result.errno == errno.ETIMEDOUT
+        result = driver.read(PAGE, HOME).result
+        assert (result.outcome, result.errno) == (Outcome.IO_ERROR, errno.ENOTCONN)
+        emulation.configure()
+        assert driver.read(PAGE, HOME).result.outcome is Outcome.OK
+    assert emulation.left_over() == []
 
 
 def test_an_extent_of_many_ios_is_one_result(emulation):
@@ -152,14 +188,30 @@ def test_an_extent_of_many_ios_is_one_result(emulation):
         assert read.payloads == driver.expected(driver.extent(PAGE, Address(1, 1)))
 
 
-def test_slots_of_whole_chunks_are_written_without_partial_ones(emulation):
-    """What two ranks that share a page cost: docs/3fs.md."""
-    geometry = PageGeometry(slice_count=2, payload_bytes=MIB - 4096, chunk_tokens=16)
-    with opened(emulation, 2, geometry, Asked(64 * MIB, MIB, 16 * MIB)) as driver:
-        before = emulation.count("partial_chunk_writes")
-        for half in (range(1), range(1, 2)):
-            assert driver.write(PAGE, Address(1, 1), half).outcome is Outcome.OK
-        assert emulation.count("partial_chunk_writes") == before
+@pytest.mark.parametrize(
+    ("payload_bytes", "alignment_bytes", "expected"),
+    [
+        (MIB - 4096, MIB, {1: 0, 2: 0, 4: 0, 8: 0}),
+        (MIB, MIB, {1: 1, 2: 3, 4: 7, 8: 15}),
+        (MIB, 4096, {1: 2, 2: 4, 4: 8, 8: 16}),
+    ],
+)
+def test_what_ranks_that_share_a_chunk_of_3fs_cost(
+    emulation, payload_bytes, alignment_bytes, expected
+):
+    """Writes of a part of a chunk, for a page of eight slices by so many ranks: docs/3fs.md."""
+    geometry = PageGeometry(slice_count=8, payload_bytes=payload_bytes, chunk_tokens=16)
+    asked = Asked(64 * MIB, alignment_bytes, 64 * MIB)
+    counted = {}
+    with opened(emulation, 1, geometry, asked) as driver:
+        for rank_count in expected:
+            before = emulation.count("partial_chunk_writes")
+            share = 8 // rank_count
+            for first in range(0, 8, share):
+                written = driver.write(PAGE, Address(1, 1), range(first, first + share))
+                assert written.outcome is Outcome.OK
+            counted[rank_count] = emulation.count("partial_chunk_writes") - before
+    assert counted == expected
 
 
 def test_many_pages_by_all_threads_in_disorder(emulation):

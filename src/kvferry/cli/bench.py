@@ -57,6 +57,29 @@ def io(
 
 
 @app.command()
+def usrbio(
+    folder: Annotated[Path, typer.Argument(help="On a mounted 3FS.")],
+    library: Annotated[str, typer.Option("--usrbio-library", help="libhf3fs_api_shared.so.")],
+    loop: Annotated[Path, typer.Option(help="benchmarks/usrbio_loop.c, compiled.")],
+    block: Annotated[str, typer.Option(help="Payload of a page, one I/O.")] = "4MiB",
+    size: Annotated[str, typer.Option(help="Length of the file.")] = "1GiB",
+    depth: Annotated[int, typer.Option(min=1, max=64, help="Rings, of four blocks each.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, help="Passes of each contender.")] = 5,
+    as_json: options.AsJson = False,
+) -> None:
+    """kvferry's I/O on 3FS against a bare loop over the calls of its library."""
+    from kvferry.cli import bench_usrbio  # noqa: PLC0415 - needs the native extension
+
+    clock, page_bytes = SystemClock(), parse_size("--block", block)
+    with TemporaryDirectory(dir=folder) as scratch, output.progress() as progress:
+        block_count = max(depth, parse_size("--size", size) // page_bytes)
+        plan = bench_usrbio.plan(Path(scratch), page_bytes, block_count, depth, rounds)
+        task = progress.add_task("passes", total=rounds * 2 * bench_usrbio.CONTENDER_COUNT)
+        result = bench_usrbio.measure(plan, clock, library, loop, lambda: progress.advance(task))
+    show({**machine(clock), **result}, as_json=as_json)
+
+
+@app.command()
 def copies(
     rounds: Annotated[int, typer.Option(min=1, help="Passes of each contender.")] = 25,
     as_json: options.AsJson = False,

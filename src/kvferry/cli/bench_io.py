@@ -119,7 +119,7 @@ class Pool:
         writers = write_threads(is_direct=plan.is_direct)
         pool = _native.IoPool(min(plan.depth, read_threads()), min(plan.depth, writers))
         try:
-            return self._pass(plan, is_read, pool, _operations(plan, descriptor, memory.address))
+            return self._pass(plan, is_read, pool, operations_of(plan, descriptor, memory.address))
         finally:
             pool.close(RESULT_TIMEOUT_S)
             os.close(descriptor)
@@ -153,7 +153,8 @@ class Pool:
         return Sample(plan.file_bytes, elapsed_s, _cpu_s(resource.RUSAGE_SELF) - start_cpu_s)
 
 
-def _operations(plan: Plan, descriptor: int, address: int) -> Callable[[int, int], tuple]:
+def operations_of(plan: Plan, descriptor: int, address: int) -> Callable[[int, int], tuple]:
+    """Makes the operation of a block in a place of the memory at `address`."""
     page = PageId(bytes(32), bytes(32), bytes(32), 0, 0, bytes(16))
     geometry, block_bytes = plan.geometry, plan.block_bytes
     template = header.template(page, geometry)

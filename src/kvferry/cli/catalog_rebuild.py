@@ -30,11 +30,14 @@ class RebuildReport(msgspec.Struct, frozen=True):
 
 
 def rebuild(
-    pages: options.Pages, catalog: options.CatalogUrl = None, as_json: options.AsJson = False
+    pages: options.Pages,
+    catalog: options.CatalogUrl = None,
+    usrbio_library: options.UsrbioLibrary = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Fill a catalog from the headers of the pages, as after it was lost. May run beside engines
     that use the same catalog; what it knows already is left as it is."""
-    config = options.store_config(pages, catalog)
+    config = options.store_config(pages, catalog, usrbio_library)
     root, _ = existing_root(config)
     with open_store(config, may_make=True) as store:
         refuse_rival(root, store.catalog.catalog_id, SystemClock())

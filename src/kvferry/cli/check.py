@@ -48,10 +48,11 @@ def check(
     fix: Annotated[
         bool, typer.Option("--fix", help="Drop bad pages from the catalog: they become misses.")
     ] = False,
+    usrbio_library: options.UsrbioLibrary = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Read every page of a store, payloads included, and verify it. May run beside engines."""
-    with open_store(options.store_config(pages, catalog)) as store:
+    with open_store(options.store_config(pages, catalog, usrbio_library)) as store:
         report = examine(store, fix=fix)
     if as_json:
         output.print_json(report)

@@ -32,6 +32,7 @@ def clear(
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Clear all of them.")] = False,
     catalog: options.CatalogUrl = None,
+    usrbio_library: options.UsrbioLibrary = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Remove the pages of a namespace, or all, from the disk and the catalog. May run beside
@@ -39,7 +40,7 @@ def clear(
     have in their own prefix cache, they may store again."""
     if (namespace is None) is not everything:
         raise ConfigError("cli.clear", "say what to clear: --namespace DIGITS or --all")
-    config = options.store_config(pages, catalog)
+    config = options.store_config(pages, catalog, usrbio_library)
     root, _ = existing_root(config)
     with open_store(config) as store:
         if store.catalog is None:

@@ -39,14 +39,14 @@ def doctor(
         bool,
         typer.Option("--transfer", help="Whether NIXL moves bytes here, and how fast."),
     ] = False,
-    usrbio_library: Annotated[
-        str | None,
-        typer.Option("--usrbio-library", help="Path of libhf3fs_api_shared.so, for usrbio://."),
+    usrbio_library: options.UsrbioLibrary = None,
+    named_pages: Annotated[
+        str | None, typer.Option("--pages", help="As PAGES, for those who look for an option.")
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Check this machine, a store's folder and the JSON given to vLLM; say what to do."""
-    findings = list(examine(pages, transfer_config, is_transfer, usrbio_library))
+    findings = list(examine(named_pages or pages, transfer_config, is_transfer, usrbio_library))
     if as_json:
         output.print_json(findings)
     else:

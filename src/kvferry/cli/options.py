@@ -17,6 +17,10 @@ OptionalPages = Annotated[str | None, typer.Argument(metavar="[PAGES]", help=_PA
 CatalogUrl = Annotated[
     str | None, typer.Option("--catalog", help="Its catalog, if not the default one.")
 ]
+UsrbioLibrary = Annotated[
+    str | None,
+    typer.Option("--usrbio-library", help="Path of libhf3fs_api_shared.so, for usrbio://."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on standard output, for scripts.")]
 
 Host = Annotated[str, typer.Option(help="Where to listen.")]
@@ -37,9 +41,12 @@ Settings = Annotated[str, typer.Option(help="More arguments of vLLM's LLM, as JS
 Ferry = Annotated[str, typer.Option(help="More settings of kvferry, as JSON.")]
 
 
-def store_config(pages: str, catalog: str | None = None) -> Config:
+def store_config(
+    pages: str, catalog: str | None = None, usrbio_library: str | None = None
+) -> Config:
     """A configuration that names an existing store. Raises ConfigError."""
-    named = {"catalog": catalog} if catalog else {}
+    options = {"catalog": catalog, "usrbio_library": usrbio_library}
+    named = {name: value for name, value in options.items() if value}
     urls = [f"posix://{url}" if url.startswith("/") else url for url in _roots(pages)]
     return config.decode({"pages": urls[0] if len(urls) == 1 else urls, **named})
 

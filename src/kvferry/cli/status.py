@@ -50,10 +50,13 @@ class StoreStatus(msgspec.Struct, frozen=True):
 
 
 def status(
-    pages: options.Pages, catalog: options.CatalogUrl = None, as_json: options.AsJson = False
+    pages: options.Pages,
+    catalog: options.CatalogUrl = None,
+    usrbio_library: options.UsrbioLibrary = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Show pages, bytes, hit rate and evictions of a store, by namespace."""
-    with open_store(options.store_config(pages, catalog)) as store:
+    with open_store(options.store_config(pages, catalog, usrbio_library)) as store:
         report = examine(store)
     if as_json:
         output.print_json(report)

@@ -3,9 +3,11 @@
 Life of an operation:
 
 1. The caller gets memory for its staging (`allocate`), registers it once, fills or reserves a range
-of it, and submits a batch. 2. From `submit` on the range belongs to the store, until the
-operation's `Result` was returned by    `poll` or `wait`: success or not, late or not. A store has
-no deadlines; whoever must not wait    longer forgets the operation and keeps its range out of use.
+   of it, and submits a batch.
+2. From `submit` on the range belongs to the store, until the operation's `Result` was returned by
+   `poll` or `wait`: success or not, late or not. Whoever must not wait longer forgets the operation
+   and keeps its range out of use. A store whose medium may never answer gives an operation up at
+   some time (`overdue`), and returns it as failed when nothing moves its bytes any more.
 3. A write stamps a header before each payload, with the checksum over the padded payload. A read
    checks each header against what was asked, then the checksum of each payload. Bytes are good
    only if the result says `OK`; anything else is a miss with a reason.
@@ -84,6 +86,15 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
+class Overdue:
+    """I/Os of a store that has deadlines of its own: those that are late now, whose buffers are out
+    of use until they end, and all that ever were."""
+
+    now_count: int = 0
+    ever_count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class StoreFacts:
     """What the superblock says. `segment_bytes` includes the segment's own header."""
 
@@ -140,6 +151,9 @@ class PageStore(Protocol):
 
     def wait(self, timeout_s: float) -> list[Result]:
         """As poll, but waits up to `timeout_s` for the first result, without the GIL."""
+
+    def overdue(self) -> Overdue:
+        """What has had no answer for too long. Any thread."""
 
     def create_segment(self, segment: int, namespace: bytes, geometry: PageGeometry) -> None:
         """Preallocates a segment. Idempotent for equal arguments. Raises ExhaustedError when the

@@ -21,6 +21,7 @@ from kvferry.pages.base import (
     Extent,
     FoundPage,
     Outcome,
+    Overdue,
     Result,
     SegmentFacts,
     StoreFacts,
@@ -132,6 +133,10 @@ class FilePages:
 
     def wait(self, timeout_s: float) -> list[Result]:
         return self._results(self._open_pool().wait(0 if self._refused else timeout_s))
+
+    def overdue(self) -> Overdue:
+        """None: the system answers, sooner or later."""
+        return Overdue()
 
     def create_segment(self, segment: int, namespace: bytes, geometry: PageGeometry) -> None:
         self._open_pool()

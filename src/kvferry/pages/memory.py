@@ -18,6 +18,7 @@ from kvferry.pages.base import (
     Extent,
     FoundPage,
     Outcome,
+    Overdue,
     Result,
     SegmentFacts,
     StoreFacts,
@@ -109,6 +110,9 @@ class MemoryPages:
         if not results:
             self._clock.sleep(timeout_s)
         return results
+
+    def overdue(self) -> Overdue:
+        return Overdue()
 
     def create_segment(self, segment: int, namespace: bytes, geometry: PageGeometry) -> None:
         self._require_open()

@@ -23,6 +23,7 @@ from kvferry.pages.base import (
     Extent,
     FoundPage,
     Outcome,
+    Overdue,
     PageStore,
     Result,
     SegmentFacts,
@@ -185,6 +186,11 @@ class SpreadPages:
                 turn_s = left_s if len(busy) == 1 else min(left_s, TURN_S)
                 results += self._taken(place, place.store.wait(turn_s))
         return results
+
+    def overdue(self) -> Overdue:
+        each = [place.store.overdue() for place in self._places]
+        now_count = sum(overdue.now_count for overdue in each)
+        return Overdue(now_count, sum(overdue.ever_count for overdue in each))
 
     def create_segment(self, segment: int, namespace: bytes, geometry: PageGeometry) -> None:
         """On the root with most room that takes it."""

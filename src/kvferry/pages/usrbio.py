@@ -22,7 +22,7 @@ from kvferry.clock import Clock
 from kvferry.errors import ConfigError, InternalError, UnavailableError
 from kvferry.layout import PageGeometry
 from kvferry.pages import header
-from kvferry.pages.base import Outcome, PageId, StoreFacts
+from kvferry.pages.base import Outcome, Overdue, PageId, StoreFacts
 from kvferry.pages.descriptors import Descriptors
 from kvferry.pages.facts import Asked
 from kvferry.pages.file_pages import DESCRIPTOR_MAX, FilePages
@@ -38,8 +38,11 @@ IO_BYTES = 4 << 20
 RING_BYTES_MAX = 32 << 20
 ENTRY_MAX = 128
 IO_DEADLINE_S = 30.0
+RING_DEADLINE_S = 150.0
 _TRIAL_S = 5.0
 _TRIAL_CLOSE_S = 2.0
+_TRIAL_COUNT = 3
+_NOT_ALLOWED = (errno.EACCES, errno.EPERM)
 _CHUNK_BYTES_MIN = 64 << 10
 FILES_OPEN = 2 * DESCRIPTOR_MAX + 256
 """How many files may be open: 3FS keeps a second descriptor of each segment."""
@@ -52,7 +55,8 @@ class UsrbioPages(FilePages):
     """A `PageStore` in a folder of a mounted 3FS. Staging must come from `allocate`: the daemon
     moves bytes to and from it. `library`: path of libhf3fs_api_shared.so; None: the usual places.
 
-    `io_deadline_s`: a later I/O no longer counts as in flight; its buffer stays out of use."""
+    `io_deadline_s`: a later I/O no longer counts as in flight; its buffer stays out of use.
+    `ring_deadline_s`: then its ring is ended, the operation has failed, and the buffer is back."""
 
     def __init__(
         self,
@@ -66,6 +70,7 @@ class UsrbioPages(FilePages):
         descriptor_max: int = DESCRIPTOR_MAX,
         ring_bytes_max: int = RING_BYTES_MAX,
         io_deadline_s: float = IO_DEADLINE_S,
+        ring_deadline_s: float = RING_DEADLINE_S,
     ):
         super().__init__(root, clock, asked, is_sparse=True)
         self.direct_io = True  # the page cache has no part in it
@@ -76,13 +81,13 @@ class UsrbioPages(FilePages):
         self._descriptor_max = descriptor_max
         self._ring_bytes_max = ring_bytes_max
         self._io_deadline_s = io_deadline_s
+        self._ring_deadline_s = ring_deadline_s
         self._mount: Mount | None = None
         self._memories: list[SharedMemory] = []
 
-    @property
-    def overdue_count(self) -> int:
-        """I/Os that were out for longer than `io_deadline_s`, so far."""
-        return self._open_pool().overdue_count
+    def overdue(self) -> Overdue:
+        pool = self._open_pool()
+        return Overdue(pool.overdue_now_count, pool.overdue_count)
 
     def open(self) -> StoreFacts:
         if self._pool is None:
@@ -143,6 +148,7 @@ class UsrbioPages(FilePages):
                 self._ring_bytes_max,
                 max(IO_BYTES, alignment_bytes),
                 self._io_deadline_s,
+                self._ring_deadline_s,
             )
         except OSError as error:
             raise ConfigError(
@@ -160,7 +166,8 @@ class UsrbioPages(FilePages):
         return memory
 
     def _try(self, pool: UsrbioPool) -> None:
-        """Reads the superblock through a ring. What comes does not matter, only that it comes."""
+        """Reads the superblock through a ring. What comes does not matter, only that it comes: what
+        may pass is tried again."""
         memory = self._share(pool, _TRIAL_GEOMETRY.page_bytes)
         library = self._mount.library
         descriptor = os.open(self._root / SUPERBLOCK, os.O_RDONLY | os.O_CLOEXEC)
@@ -169,23 +176,30 @@ class UsrbioPages(FilePages):
         except OSError as error:
             os.close(descriptor)
             raise _not_registered(error, self._root) from error
+        for _ in range(_TRIAL_COUNT):
+            error_number = self._try_once(pool, descriptor, memory.address)
+            if error_number in (0, *_NOT_ALLOWED):
+                break
+        library.deregister_file(descriptor)
+        os.close(descriptor)
+        if error_number:
+            raise _refused(error_number, self._mount.point)
+        pool.remove_memory(memory.address)
+        self._memories.remove(memory)
+        memory.close()
+
+    def _try_once(self, pool: UsrbioPool, descriptor: int, address: int) -> int:
         template = header.template(_TRIAL_PAGE, _TRIAL_GEOMETRY)
         sizes = (1, _TRIAL_GEOMETRY.slice_bytes, _TRIAL_GEOMETRY.payload_bytes)
-        pool.submit_reads([(descriptor, 0, memory.address, 0, *sizes, template)], True)
+        pool.submit_reads([(descriptor, 0, address, 0, *sizes, template)], True)
         results = pool.wait(_TRIAL_S)
         if not results:  # the file stays open and registered, since the read is still out
             raise UnavailableError(
                 "pages.silent",
                 f"the 3FS daemon of {self._mount.point} has not answered in {_TRIAL_S:.0f} s",
             )
-        library.deregister_file(descriptor)
-        os.close(descriptor)
         _, _, code, error_number, _ = results[0]
-        if tuple(Outcome)[code] is Outcome.IO_ERROR:
-            raise _refused(error_number, self._mount.point)
-        pool.remove_memory(memory.address)
-        self._memories.remove(memory)
-        memory.close()
+        return error_number if tuple(Outcome)[code] is Outcome.IO_ERROR else 0
 
 
 def _holds(memory: SharedMemory, address: int, length_bytes: int) -> bool:
@@ -205,7 +219,7 @@ def _not_registered(error: OSError, root: Path) -> ConfigError:
 def _refused(error_number: int, mount_point: str) -> ConfigError | UnavailableError:
     reason = f"a read through the 3FS daemon of {mount_point} fails: {os.strerror(error_number)}"
     details = {"errno": error_number}
-    if error_number in (errno.EACCES, errno.EPERM):
+    if error_number in _NOT_ALLOWED:
         cure = (
             f"the daemon must run as user {os.geteuid()} and have the same /dev/shm (Kubernetes: a "
             "hostPath volume; docker: -v /dev/shm:/dev/shm or --ipc=host)"

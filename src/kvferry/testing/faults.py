@@ -20,6 +20,7 @@ from kvferry.pages.base import (
     Extent,
     FoundPage,
     Outcome,
+    Overdue,
     PageStore,
     Result,
     SegmentFacts,
@@ -148,6 +149,9 @@ class FaultyPages:
 
     def register(self, address: int, length_bytes: int) -> None:
         self.inner.register(address, length_bytes)
+
+    def overdue(self) -> Overdue:
+        return self.inner.overdue()
 
     def hang(self) -> None:
         """Nothing begins and nothing is delivered from here on."""

@@ -59,6 +59,7 @@ class Mover:
         self._must_stop = False
         self._thread: threading.Thread | None = None
         self.has_failed = False
+        self._overdue_count = 0
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="kvferry-mover", daemon=True)
@@ -102,7 +103,16 @@ class Mover:
         self._metrics.set("kvferry_stores_pending", self._stores.pending_count)
         if self._roots_out is not None:
             self._metrics.set("kvferry_roots_out", self._roots_out())
+        self._count_overdue()
         return moved or bool(results)
+
+    def _count_overdue(self) -> None:
+        overdue = self._pages.overdue()
+        self._metrics.set("kvferry_overdue_ios", overdue.now_count)
+        if overdue.ever_count > self._overdue_count:
+            new_count = overdue.ever_count - self._overdue_count
+            self._metrics.count("kvferry_ios_overdue_total", new_count)
+            self._overdue_count = overdue.ever_count
 
     def take_copies(self) -> bool:
         """Passes on what the copiers have done. True if there were scatters. Any thread."""

@@ -68,7 +68,7 @@ class Engine:
         self._life = self._live()
 
     def _open_planner(self) -> Planner:
-        pages = self._storage.open_pages(late_s_max=0.0)
+        self._pages = pages = self._storage.open_pages(late_s_max=0.0)
         catalog = self._storage.open_catalog()
         growth = Growth(catalog, pages, self.files, self._clock, self.metrics, 0.0, full_s=0.1)
         planner = Planner(
@@ -192,6 +192,11 @@ class Engine:
     def calm(self) -> None:
         for rank in self.ranks:
             rank.calm()
+
+    def die(self) -> None:
+        """The process is killed."""
+        for pages in (self._pages, *(rank.pages for rank in self.ranks)):
+            self._storage.process_ended(pages)
 
     def close(self) -> None:
         """An orderly shutdown of an engine at rest."""

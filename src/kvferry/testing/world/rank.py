@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import msgspec
 
 from kvferry.catalog.runner import Runner
-from kvferry.device.staging import Staging
+from kvferry.device.staging import Staging, memory_from
 from kvferry.metrics import Metrics
 from kvferry.offload.base import Finished, Identity, LocalPart, Part, Plan, Report
 from kvferry.offload.worker.jobs import Jobs
@@ -14,7 +14,6 @@ from kvferry.offload.worker.mover import Mover
 from kvferry.offload.worker.ranks import RankPart
 from kvferry.offload.worker.store_jobs import StoreJobs
 from kvferry.offload.worker.trial import Trial
-from kvferry.pages.memory import digest
 from kvferry.testing.clock import Chance
 from kvferry.testing.copier import ReferenceCopier
 from kvferry.testing.faults import Fault
@@ -52,6 +51,7 @@ class Rank:
         self._setup = setup
         self._clock = clock
         self._chance = chance
+        self._digest = storage.digest
         self._loading: set[str] = set()
         self._must_fail: set[str] = set()
         stage, tp_index = divmod(index, setup.tp)
@@ -75,7 +75,9 @@ class Rank:
         self.runner = Runner(clock, self.metrics, backoff_s=0.02, backoff_max_s=0.1)
         self._rank_parts = [self._rank_part(number, part, tp_index) for number, part in self._parts]
         extent_bytes = max(part.extent_bytes for part in self._rank_parts)
-        self.staging = Staging(setup.staging_slots * extent_bytes, extent_bytes)
+        self.staging = Staging(
+            setup.staging_slots * extent_bytes, extent_bytes, memory_from(self.pages.allocate)
+        )
         self._open(storage, stage)
 
     def _rank_part(self, number: int, part: Part, tp_index: int) -> RankPart:
@@ -83,7 +85,7 @@ class Rank:
         placement = self._setup.placement(self._setup.model.groups[part.group_index], tp_index)
         is_last = self.index == self._setup.rank_count - 1  # the others let the page store verify
         copier = SlowCopier(
-            memory.regions(), part.geometry, self._chance, digest if is_last else None
+            memory.regions(), part.geometry, self._chance, self._digest if is_last else None
         )
         copier.chance_of_timeout = self._setup.stuck_gather_chance
         local = LocalPart(part, memory.regions(), placement)

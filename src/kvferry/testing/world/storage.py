@@ -1,7 +1,7 @@
 """What all engines of a world share: the medium of the pages and the catalog, and their faults."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from kvferry.catalog.memory import MemoryCatalog
 from kvferry.catalog.snapshot import check_invariants
@@ -12,7 +12,7 @@ from kvferry.pages import header
 from kvferry.pages.base import Extent, Outcome, PageStore, Result
 from kvferry.pages.buffers import memory_at
 from kvferry.pages.facts import Asked
-from kvferry.pages.memory import Medium, MemoryPages, digest
+from kvferry.pages.memory import MemoryPages
 from kvferry.testing.catalog_faults import CatalogFault, FaultyCatalog, SharedCatalog
 from kvferry.testing.clock import Chance
 from kvferry.testing.faults import Fault, FaultyPages
@@ -42,27 +42,92 @@ CATALOG_FAULTS = {
 }
 
 
-class WatchedPages(MemoryPages):
-    """Checks each page that is written: what carries a valid key must be what the key means."""
+class Disk(Protocol):
+    """What pages of a world lie on, and how processes open it."""
 
-    def __init__(self, medium: Medium, clock: SimClock, asked: Asked, meanings: Meanings):
-        super().__init__(medium, clock, asked)
-        self._sim_clock = clock
+    digest: header.Digest
+
+    def make(self, clock: SimClock, asked: Asked) -> PageStore:
+        """A store of one more process, not open."""
+
+    def ended(self, pages: PageStore) -> None:
+        """The process that had this store was killed."""
+
+    def addresses(self) -> list[Address]:
+        """Where something was written, segment by segment."""
+
+    def page(self, address: Address) -> bytes: ...
+
+    def replace_page(self, address: Address, content: bytes) -> None: ...
+
+    def fill(self) -> None:
+        """From now on it has no room."""
+
+    def free(self) -> None: ...
+
+    def calm(self) -> None:
+        """No new faults of its own; there is room."""
+
+
+class MemoryDisk(MemoryPlace):
+    """The reference: what is submitted happens in the next poll."""
+
+    def __init__(self, clock: SimClock):
+        super().__init__(clock)
+        self._plain: MemoryPages | None = None
+
+    def make(self, clock: SimClock, asked: Asked) -> MemoryPages:
+        pages = MemoryPages(self.medium, clock, asked)
+        self._plain = self._plain or pages
+        return pages
+
+    def ended(self, pages: PageStore) -> None:
+        """What it had not done never happens."""
+
+    def addresses(self) -> list[Address]:
+        segments = self.medium.segments.items()
+        return [Address(number, slot) for number, segment in segments for slot in segment.slots]
+
+    def fill(self) -> None:
+        self.medium.room_bytes = self._plain.used_bytes()
+
+    def free(self) -> None:
+        self.medium.room_bytes = None
+
+    def calm(self) -> None:
+        self.free()
+
+
+class WatchedPages:
+    """Around any `PageStore`. Checks each page that was written: what carries a valid key must be
+    what the key means. Nobody polls it, or makes files, while an engine schedules."""
+
+    def __init__(self, inner: PageStore, clock: SimClock, meanings: Meanings):
+        self.inner = inner
+        self._clock = clock
         self._meanings = meanings
+        self._writes: dict[tuple[int, int], Extent] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def submit_writes(self, extents: Sequence[Extent]) -> int:
+        job = self.inner.submit_writes(extents)
+        self._writes.update({(job, index): extent for index, extent in enumerate(extents)})
+        return job
 
     def poll(self) -> list[Result]:
-        self._sim_clock.require_background("pages.poll")
-        writes = {(job, index): extent for job, index, extent in self._writes}
-        results = super().poll()
+        self._clock.require_background("pages.poll")
+        results = self.inner.poll()
         for result in results:
-            extent = writes.get((result.job, result.index))
+            extent = self._writes.pop((result.job, result.index), None)
             if extent is not None and result.outcome is Outcome.OK:
                 self._check(extent)
         return results
 
     def create_segment(self, segment: int, namespace: bytes, geometry: PageGeometry) -> None:
-        self._sim_clock.require_background("pages.create_segment")
-        super().create_segment(segment, namespace, geometry)
+        self._clock.require_background("pages.create_segment")
+        self.inner.create_segment(segment, namespace, geometry)
 
     def _check(self, extent: Extent) -> None:
         page, geometry = extent.page, extent.geometry
@@ -88,25 +153,36 @@ class WatchedCatalog(SharedCatalog):
         return super().__getattr__(verb)
 
 
+MakeDisk = Callable[[SimClock], Disk]
+
+
 class Storage:
     """The store of a world. `open_pages` and `open_catalog`: one for each process half."""
 
-    def __init__(self, model: Model, clock: SimClock, chance: Chance, segment_count: int):
+    def __init__(
+        self,
+        model: Model,
+        clock: SimClock,
+        chance: Chance,
+        segment_count: int,
+        make_disk: MakeDisk = MemoryDisk,
+    ):
         self._clock = clock
         self._chance = chance
-        self._medium = Medium()
+        self._disk = make_disk(clock)
+        self.digest = self._disk.digest
         self._meanings = Meanings(model)
         page_bytes = max(part.geometry.page_bytes for part in model.parts())
         segment_bytes = 4096 + chance.choice([2, 4, 6]) * page_bytes
         self._asked = Asked(segment_count * segment_bytes, 4096, segment_bytes)
-        self._plain = MemoryPages(self._medium, clock, self._asked)
+        self._plain = self._disk.make(clock, self._asked)
         self.facts = self._plain.open()
         self.meanings = self._meanings
         self.catalog = WatchedCatalog(self._make_catalog, clock)
         self.all_pages: list[FaultyPages] = []
         self.all_catalogs: list[FaultyCatalog] = []
         self._saved = self.catalog.save()
-        self._old_pages: dict[tuple[int, int], bytes] = {}
+        self._old_pages: dict[Address, bytes] = {}
 
     def _make_catalog(self) -> MemoryCatalog:
         catalog = MemoryCatalog(self._clock, grace_s=0.2)
@@ -115,14 +191,29 @@ class Storage:
         return catalog
 
     def open_pages(self, late_s_max: float) -> PageStore:
-        inner = WatchedPages(self._medium, self._clock, self._asked, self._meanings)
-        place = MemoryPlace(self._clock, self._medium)
+        inner = WatchedPages(self._disk.make(self._clock, self._asked), self._clock, self._meanings)
         pages = FaultyPages(
-            inner, place, self._clock, self._chance, PAGE_FAULTS, late_s_max=late_s_max, hang_s=0.1
+            inner,
+            self._disk,
+            self._clock,
+            self._chance,
+            PAGE_FAULTS,
+            late_s_max=late_s_max,
+            hang_s=0.1,
         )
         pages.open()
         self.all_pages.append(pages)
         return pages
+
+    def process_ended(self, pages: PageStore) -> None:
+        """Killed, with whatever this store of its was doing."""
+        self._disk.ended(pages.inner.inner)
+
+    def close(self) -> None:
+        """Closes what is still open. Idempotent."""
+        for pages in self.all_pages:
+            pages.close()
+        self._plain.close()
 
     def open_catalog(self) -> FaultyCatalog:
         catalog = FaultyCatalog(self.catalog, self._clock, self._chance, CATALOG_FAULTS)
@@ -145,17 +236,17 @@ class Storage:
         recover(self.catalog, self._plain, self.facts, Metrics())
 
     def fill_disk(self) -> None:
-        self._medium.room_bytes = self._plain.used_bytes()
+        self._disk.fill()
 
     def damage(self) -> None:
         """One stored page is no more what it was."""
-        places = [
-            (segment, slot) for segment in self._medium.segments.values() for slot in segment.slots
-        ]
-        if not places:
+        addresses = self._disk.addresses()
+        if not addresses:
             return
-        segment, slot = self._chance.choice(places)
-        page, geometry = segment.slots[slot], segment.facts.geometry
+        address = self._chance.choice(addresses)
+        geometries = {found.segment: found.geometry for found in self._plain.segments()}
+        geometry = geometries[address.segment]
+        page = bytearray(self._disk.page(address))
         kind = self._chance.choice(["flip", "flip", "zero", "cut", "swap", "replay"])
         if kind == "flip":
             start = self._chance.randrange(geometry.slice_count) * geometry.slice_bytes
@@ -166,18 +257,21 @@ class Storage:
         elif kind == "cut":
             del page[self._chance.randrange(len(page) + 1) :]
         elif kind == "swap":
-            other = self._chance.choice(list(segment.slots))
-            segment.slots[slot], segment.slots[other] = segment.slots[other], page
-        elif (segment.facts.segment, slot) in self._old_pages:
-            page[:] = self._old_pages[segment.facts.segment, slot]
-        self._old_pages[segment.facts.segment, slot] = bytes(page)
+            others = [each for each in addresses if each.segment == address.segment]
+            other = self._chance.choice(others)
+            page[:] = self._disk.page(other)
+            self._disk.replace_page(other, self._disk.page(address))
+        elif address in self._old_pages:
+            page[:] = self._old_pages[address]
+        self._old_pages[address] = self._disk.page(address)
+        self._disk.replace_page(address, bytes(page))
 
     def free_disk(self) -> None:
-        self._medium.room_bytes = None
+        self._disk.free()
 
     def calm(self) -> None:
         """No new faults; what hangs goes on."""
-        self._medium.room_bytes = None
+        self._disk.calm()
         for pages in self.all_pages:
             pages.rates = {}
             pages.release()
@@ -194,14 +288,14 @@ class Storage:
     def check_pages(self) -> int:
         """Every slice in the store that proves itself is what its key means. How many there are."""
         count = 0
-        for number, segment in self._medium.segments.items():
-            for slot, content in segment.slots.items():
-                slices = self._proven_slices(content, segment.facts.geometry)
-                count += len(slices)
-                for index, found, payload in slices:
-                    expected = self._meanings.payload(found.page.namespace, found.page.key, index)
-                    if payload != expected:
-                        raise Failed("a", f"wrong page at {Address(number, slot)}")
+        geometries = {found.segment: found.geometry for found in self._plain.segments()}
+        for address in self._disk.addresses():
+            slices = self._proven_slices(self._disk.page(address), geometries[address.segment])
+            count += len(slices)
+            for index, found, payload in slices:
+                expected = self._meanings.payload(found.page.namespace, found.page.key, index)
+                if payload != expected:
+                    raise Failed("a", f"wrong page at {address}")
         return count
 
     def _proven_slices(
@@ -214,9 +308,9 @@ class Storage:
             padded = bytes(content[start + HEADER_BYTES : start + geometry.slice_bytes])
             if len(padded) < geometry.padded_payload_bytes:
                 continue
-            found = header.inspect(block, digest)
+            found = header.inspect(block, self.digest)
             if isinstance(found, Outcome) or found.slice_index != index:
                 continue
-            if digest(padded) == found.payload_checksum:
+            if self.digest(padded) == found.payload_checksum:
                 proven.append((index, found, padded[: geometry.payload_bytes]))
         return proven

@@ -14,7 +14,7 @@ from kvferry.testing.world.shape import (
     draw_model,
     draw_setup,
 )
-from kvferry.testing.world.storage import Storage
+from kvferry.testing.world.storage import MakeDisk, MemoryDisk, Storage
 
 REQUESTS_MAX = 10
 """Of one engine at a time."""
@@ -29,7 +29,7 @@ class World:
     """`steps` small things happen in `run`, then faults stop and everything must come to rest.
     `counts`: what happened, to show that a run was worth it. Raises Failed."""
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int, make_disk: MakeDisk = MemoryDisk):
         self.seed = seed
         self.counts: Counter[str] = Counter()
         self.events: deque[str] = deque(maxlen=60)
@@ -37,7 +37,7 @@ class World:
         self._clock = SimClock(seed)
         self._model = draw_model(self._chance)
         self.storage = Storage(
-            self._model, self._clock, self._chance, self._chance.choice([4, 10, 40])
+            self._model, self._clock, self._chance, self._chance.choice([4, 10, 40]), make_disk
         )
         self._documents = [
             [self._chance.randrange(VOCABULARY) for _ in range(PROMPT_TOKENS_MAX)]
@@ -168,6 +168,7 @@ class World:
         for rank in engine.ranks:
             if self._chance.random() < 0.5:
                 rank.pages.poll()  # what was on its way still arrives
+        engine.die()
         self.engines.remove(engine)
         self._gone.append(engine)
         self._start_engine()
