@@ -168,7 +168,7 @@ def test_garbage_is_set_aside(make, folder, filled, garbage):
 def test_records_of_another_version_are_dropped(make, folder, filled):
     catalog = make()
     meta = catalog._environment.read(lambda tables: tables.meta.get(b"catalog"))
-    other = b"\0\0\0\2" + meta[4:]
+    other = b"\0\0\0\1" + meta[4:]
     catalog._environment.write(lambda tables: tables.meta.put(b"catalog", other))
     catalog.close()
     assert make().is_new

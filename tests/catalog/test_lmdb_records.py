@@ -1,9 +1,10 @@
-"""Records on disk are what version 1 says, byte by byte; tables that disagree are noticed."""
+"""Records on disk are what version 2 says, byte by byte; tables that disagree are noticed."""
 
 import pytest
 
 from kvferry.catalog import lmdb_records as records
 from kvferry.catalog.base import PACKED_HIT, Space
+from kvferry.catalog.eviction import Head, Recall
 from kvferry.catalog.lmdb import LmdbCatalog
 from kvferry.catalog.snapshot import SegmentState
 from kvferry.catalog.sweeping import SegmentHeat
@@ -13,16 +14,16 @@ from kvferry.testing.catalog import CAPACITY_BYTES, SEGMENT_BYTES, STORE, A, Dri
 from kvferry.testing.clock import ManualClock
 
 META = records.Meta(b"c" * 16, b"s" * 16, 3, 4, b"b" * 16, 0.5, 1.5, 5, 6, 7, 8, 9, 10, 11, 12)
-SPACE = records.SpaceRow(1, Space(b"n" * 32, 2, 3, 4, 5, "text"), 1.0)
+SPACE = records.SpaceRow(1, Space(b"n" * 32, 2, 3, 4, 5, "text"), 1.0, Recall(0.5, 8, 9))
 RESERVED = records.ReservedRow(b"g" * 16, 2.0, b"k" * 32, 0b101)
-PAGE = records.PageRow(1, 2, b"g" * 16, 3, 4, b"p" * 32)
+PAGE = records.PageRow(1, 2, b"g" * 16, 3, 4, b"p" * 32, 5)
 TIMER = records.Timer(2.0, records.GRACE, 1, 2)
 HEAT = SegmentHeat(9, b"n" * 32, SegmentState.EMPTIED, 1.0, 2, 3, 4, 5, 6)
 
 GOLDEN = {
     "meta": (
         META.pack(),
-        "00000001" + "63" * 16 + "73" * 16 + "00" * 7 + "03" + "00" * 7 + "04" + "62" * 16
+        "00000002" + "63" * 16 + "73" * 16 + "00" * 7 + "03" + "00" * 7 + "04" + "62" * 16
         # offset, last, next segment, next space, counters
         + "3fe0000000000000" + "3ff8000000000000" + "00000005" + "00000006"
         + "".join(f"{count:016x}" for count in range(7, 13)),
@@ -30,7 +31,7 @@ GOLDEN = {
     "space": (
         SPACE.pack(),
         "00000001" "00000002" "0000000000000003" "00000004" "00000005" "3ff0000000000000"
-        "74657874",
+        "3fe0000000000000" "00000008" "00000009" "74657874",
     ),
     "segment": (
         records.pack_segment(HEAT),
@@ -41,16 +42,16 @@ GOLDEN = {
     "published": (records.pack_published(b"k" * 32), "50" + "6b" * 32),
     "page": (
         PAGE.pack(),
-        "01000000" "02000000" + "67" * 16 + "03000000" "04000000" + "70" * 32,
+        "01000000" "02000000" + "67" * 16 + "03000000" "04000000" + "70" * 32 + "05",
     ),
     "timer": (TIMER.pack(), "4000000000000000" "02" "00000001" "00000002"),
     "free": (records.free_key(7, Address(1, 2)), "00000007" "00000001" "00000002"),
-    "cold": (records.cold_key(7, PAGE), "00000007" "00000003" "fffffffb" "00000001" "00000002"),
+    "cold": (records.cold_key(7, PAGE), "00000007" "02" "00000003" "fffffffb" "00000001" "00000002"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_records_are_those_of_version_1(name):
+def test_records_are_those_of_version_2(name):
     packed, expected = GOLDEN[name]
     assert packed.hex() == expected
 
@@ -63,7 +64,7 @@ def test_records_come_back_as_they_were():
     assert records.PageRow.unpack(PAGE.pack()) == PAGE
     assert records.Timer.unpack(TIMER.pack()) == TIMER
     assert records.unpack_segment(9, records.pack_segment(HEAT)) == HEAT
-    assert records.unpack_cold(records.cold_key(7, PAGE)) == (3, Address(1, 2))
+    assert records.unpack_cold(records.cold_key(7, PAGE)) == Head(3, 4, Address(1, 2))
     assert records.packed_hit(PAGE.pack()) == PACKED_HIT.pack(1, 2, b"g" * 16)
     assert records.packed_age(PAGE.pack()) == records.pack_age(3)
     assert records.packed_age(records.ABSENT_PAGE) == records.NO_AGE

@@ -105,11 +105,26 @@ def test_where_the_disk_has_less_than_the_budget_old_pages_make_room(make_files)
         store.reserve(2)
         while store.files.step():
             pass
+    store.room.collect([(PART.namespace, 2)])
     store.clock.advance(GRACE_S + 1)
     store.room.collect()
     assert len(unpack(store.reserve(2).packed)) == 2
     assert len(store.catalog.snapshot().pages) == page_count - 2
     assert len(store.medium.segments) == 1
+
+
+def test_who_reserves_from_a_full_store_evicts_nothing():
+    """Room is made ahead of need, by the sweep of every second."""
+    store = Store(PromptRunner)
+    page_count = fill(store)
+    assert store.reserve(2) == (b"", False)
+    assert len(store.catalog.snapshot().pages) == page_count
+    store.room.collect([(PART.namespace, 4)])
+    assert len(store.catalog.snapshot().pages) == page_count - 4
+    store.clock.advance(GRACE_S)
+    store.room.collect([(PART.namespace, 4)])
+    assert len(unpack(store.reserve(4).packed)) == 4
+    assert len(store.catalog.snapshot().pages) == page_count - 4
 
 
 def test_a_full_disk_is_not_asked_all_the_time(store, monkeypatch):

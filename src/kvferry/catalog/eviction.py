@@ -20,8 +20,8 @@ from typing import NamedTuple
 from kvferry.catalog.base import CLASS_COUNT, USES_MAX, Policy
 from kvferry.layout import Address
 
-REACH_MIN, REACH_MAX = 0.125, 8.0
-REACH_GAIN = 2.0
+REACH_MIN, REACH_FIRST, REACH_MAX = 0.125, 0.5, 8.0
+REACH_GAIN = 4.0
 """How much one ghost of a store of one slot changes `reach`; n slots: 1/n of it."""
 GHOSTS_PER_SLOT = 2
 BUCKET_GHOSTS = 64
@@ -39,7 +39,7 @@ class Head(NamedTuple):
 class Recall(NamedTuple):
     """What a namespace has learned. `once`, `again`: ghosts of pages used once, and more often."""
 
-    reach: float = 1.0
+    reach: float = REACH_FIRST
     once: int = 0
     again: int = 0
 

@@ -289,9 +289,8 @@ class LmdbBook:
         self._segment(address.segment).reserved_count -= 1
 
     def _publish(self, namespace: bytes, page: Page) -> None:
-        space, ghost_uses = self._eviction.recall(self._space(namespace), page.key)
+        space, uses = self._eviction.recall(self._space(namespace), page.key)
         self._teach(space)
-        uses = more_uses(ghost_uses)
         row = PageRow(
             *page.address, page.generation, self._age, page.chunk_index, page.parent, uses
         )

@@ -1,7 +1,7 @@
 """What `eviction` asks for and leaves behind, in the tables of LMDB, inside one transaction."""
 
 from kvferry.catalog.base import CLASS_COUNT, Policy
-from kvferry.catalog.eviction import Head, bucket_of, remembered, returned, victim
+from kvferry.catalog.eviction import Head, bucket_of, more_uses, remembered, returned, victim
 from kvferry.catalog.lmdb_environment import Tables
 from kvferry.catalog.lmdb_records import (
     SpaceRow,
@@ -37,14 +37,14 @@ class LmdbEviction:
         return row._replace(recall=recall)
 
     def recall(self, row: SpaceRow, key: bytes) -> tuple[SpaceRow, int]:
-        """When a page is published: also the uses that it had when it was evicted."""
+        """When a page is published: also the uses that it has now."""
         place = self._place(row, key)
         bucket = self._tables.ghosts.get(place) or b""
         recall, bucket, uses = returned(row.recall, bucket, key, self._slots_max(row))
         if uses:
             self._tables.ghosts.put(place, bucket)
             row = row._replace(recall=recall)
-        return row, uses
+        return row, more_uses(uses)
 
     def forget(self, row: SpaceRow) -> None:
         for key, _ in list(self._tables.ghosts.scan(number_key(row.number))):

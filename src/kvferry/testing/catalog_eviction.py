@@ -4,6 +4,7 @@ it a `catalog` that keeps the fixture `policy`."""
 import pytest
 
 from kvferry.catalog.base import AGE_STEP_S, GRACE_S, USES_MAX, Policy
+from kvferry.catalog.eviction import REACH_FIRST
 from kvferry.catalog.snapshot import Snapshot
 from kvferry.testing.catalog import SEGMENTS_MAX, A, CatalogFixtures, chain
 
@@ -77,10 +78,10 @@ class CatalogEvictionSuite(CatalogFixtures):
         after = catalog.snapshot()
         is_adaptive = policy is Policy.ADAPTIVE
         assert self.uses(after, chain("x", 16)[14:]) == [3 if is_adaptive else 1] * 2
-        assert before == ((1.0, 0, 2) if is_adaptive else (1.0, 0, 0))
+        assert before == (REACH_FIRST, 0, 2 if is_adaptive else 0)
         reach, once, again = after.recalls[A.namespace]
         assert (once, again) == (0, 0)
-        assert (reach > 1.0) is is_adaptive, "what was used again should have been kept"
+        assert (reach > REACH_FIRST) is is_adaptive, "what was used again should have been kept"
 
     def test_an_eviction_goes_on_to_the_high_mark(self, driver, catalog, clock):
         driver.grow(A, SEGMENTS_MAX)

@@ -4,7 +4,7 @@
 -- ("spaces") and segments are plain; an address is 8 bytes, so that it sorts.
 
 local AGE_STEP_S, CREATION_S = 10, 60
-local USES_MAX, CLASS_COUNT = 15, 4
+local USES_MAX, CLASS_COUNT, REACH_FIRST = 15, 4, 0.5
 local SPACE_IDLE_S, ATTACH_STEP_S = 86400, 3600 -- as in catalog/base.py
 local CHUNKS = 2 ^ 24 -- of a score: age * CHUNKS + how far the chunk is from the greatest index
 local CREATING, READY, EMPTIED = 1, 2, 3

@@ -1,7 +1,7 @@
 -- Which page of a namespace goes first, and what is remembered of those that went: as
 -- catalog/eviction.py says it.
 
-local REACH_MIN, REACH_MAX, REACH_GAIN = 0.125, 8, 2
+local REACH_MIN, REACH_MAX, REACH_GAIN = 0.125, 8, 4
 local GHOSTS_PER_SLOT, BUCKET_GHOSTS, GHOST_BYTES = 2, 64, 5
 
 local function is_lower(one, other)

@@ -49,7 +49,7 @@ function Verbs.attach(book, namespace, sizes, description)
     book.next_space = number + 1
     book:table(Hash, 'spaces'):put(namespace, pack('>I4', number) .. sizes .. description)
     book:table(Hash, 'totals'):put(tostring(number), pack(TOTALS, 0, 0, 0, 0, 0, 0,
-      1, 0, 0))
+      REACH_FIRST, 0, 0))
     moments:put(namespace, book.now_s)
     return OK
   end

@@ -1,8 +1,8 @@
 """Slots reserved ahead, so that no round trip lies on the path of a store.
 
 `SlotPool` and `Demand` belong to the scheduler thread and only take from what is there. `Room`
-works on the runner thread: it reserves, and where free slots are short lets the store grow, evicts,
-and deletes what was emptied.
+works on the runner thread: it reserves, and where free slots are short lets the store grow; and
+ahead of need, every second, it evicts and deletes what was emptied.
 """
 
 import math
@@ -159,8 +159,8 @@ class Room:
         self._metrics = metrics
 
     def reserve(self, part: Part, count: int, lease_s: float) -> Reserved:
-        """Up to `count` slots; fewer if the store is full, where what was evicted for the rest is
-        free after the grace time, and while segments are being made."""
+        """Up to `count` slots; fewer if the store is full, and while segments are being made. What
+        is short then, the next `collect` evicts for: this call never does."""
         catalog, namespace = self._catalog, part.namespace
         catalog.attach(space_of(part, self._facts))
         self._growth.settle()
@@ -169,10 +169,7 @@ class Room:
             if len(slots) >= count or not self._growth.add(part):
                 break
             slots += catalog.reserve(namespace, count - len(slots), lease_s)
-        is_growing = self._growth.is_making(namespace)
-        if len(slots) < count and not is_growing:
-            self.collect([(namespace, count - len(slots))])
-        return Reserved(pack(slots), is_growing)
+        return Reserved(pack(slots), self._growth.is_making(namespace))
 
     def give_back(self, namespace: bytes, packed: bytes) -> None:
         """Slots that were reserved and will not be used."""
