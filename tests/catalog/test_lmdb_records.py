@@ -46,7 +46,10 @@ GOLDEN = {
     ),
     "timer": (TIMER.pack(), "4000000000000000" "02" "00000001" "00000002"),
     "free": (records.free_key(7, Address(1, 2)), "00000007" "00000001" "00000002"),
-    "cold": (records.cold_key(7, PAGE), "00000007" "02" "00000003" "fffffffb" "00000001" "00000002"),
+    "cold": (
+        records.cold_key(7, PAGE),
+        "00000007" "02" "00000003" "fffffffb" "00000001" "00000002",
+    ),
 }  # fmt: skip
 
 

@@ -163,7 +163,7 @@ def lookups(
 def touches(
     catalog: Catalog, clock: Clock, chains: list[list[bytes]], round_count: int
 ) -> dict[str, Any]:
-    """Touching chains that were touched in this minute already, as most are."""
+    """Touching chains that were touched in this step already, as most are."""
     namespace = space(1).namespace
     for keys in chains:
         catalog.touch(namespace, keys)
