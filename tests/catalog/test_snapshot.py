@@ -19,8 +19,8 @@ PARENT, CHILD = b"p" * 32, b"c" * 32
 ROOT = bytes(32)
 
 READY = SegmentEntry(A, SegmentState.READY, 0.0, slot_count=5)
-PARENT_PAGE = PageEntry(Address(0, 2), b"1" * 16, age=7, chunk_index=0, parent=ROOT)
-CHILD_PAGE = PageEntry(Address(0, 3), b"2" * 16, age=7, chunk_index=1, parent=PARENT)
+PARENT_PAGE = PageEntry(Address(0, 2), b"1" * 16, age=7, chunk_index=0, parent=ROOT, uses=1)
+CHILD_PAGE = PageEntry(Address(0, 3), b"2" * 16, age=7, chunk_index=1, parent=PARENT, uses=1)
 SOUND = Snapshot(
     capacity_bytes=2000,
     segment_bytes=1000,
@@ -30,6 +30,7 @@ SOUND = Snapshot(
     reserved={Address(0, 1): ReservedEntry(b"3" * 16, 1.0, None, frozenset())},
     graced={Address(0, 4): 1.0},
     pages={(A, PARENT): PARENT_PAGE, (A, CHILD): CHILD_PAGE},
+    recalls={},
 )
 
 
