@@ -148,8 +148,8 @@ int hf3fs_iorcreate4(struct hf3fs_ior *ior, const char *mount, int entries, bool
   return -pthread_create(&ring->daemon, NULL, work, ring);
 }
 
-/* The real one ends a ring whatever the daemon still does in its callers' memory. Here only what was
- * lost or is late may be out: it is dropped, and touches nothing any more. */
+/* The real one ends a ring whatever the daemon still does in its callers' memory. Here only what
+ * was lost or is late may be out: it is dropped, and touches nothing any more. */
 void hf3fs_iordestroy(struct hf3fs_ior *ior) {
   struct ring *ring = ring_of(ior);
   pthread_mutex_lock(&ring->lock);
