@@ -38,11 +38,11 @@ class Filled:
     """A store with a catalog in use: 30 pages of `A`, 4 of `B`; 40 chunks were looked up in `A`,
     of which 30 were found, and 8 in `B` of which none was. One of A's was evicted again."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, catalog=None):
         self.root, self.url = folder / "kv", f"lmdb://{folder}/catalog"
         files = SegmentFiles(self.root, ASKED, CLOCK, memory.digest)
         self.facts = files.open()
-        self.catalog = LmdbCatalog(folder / "catalog", CLOCK)
+        self.catalog = catalog or LmdbCatalog(folder / "catalog", CLOCK)
         self.owner = None
         self._stop = threading.Event()
         self._beating = None
