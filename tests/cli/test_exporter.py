@@ -5,6 +5,7 @@ import importlib.util
 import random
 import signal
 import socket
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -235,3 +236,13 @@ def test_a_server_that_dies_and_comes_back_is_seen(tmp_path):
             assert "of the catalog" not in "".join(shown.said)
     finally:
         server.stop()
+
+
+@pytest.mark.parametrize("command", ["exporter", "dashboard"])
+def test_what_is_missing_is_named(filled, monkeypatch, command):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "kvferry.cli.view.server", raising=False)
+    monkeypatch.delattr("kvferry.cli.view.server", raising=False)
+    result = CliRunner().invoke(app, [command, str(filled.root)])
+    assert isinstance(result.exception, ConfigError)
+    assert "pip install kvferry[dashboard]" in str(result.exception)
