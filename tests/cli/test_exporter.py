@@ -5,18 +5,22 @@ import importlib.util
 import random
 import signal
 import socket
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
+from kvferry.catalog.valkey import ValkeyCatalog
+from kvferry.catalog.valkey_server import OwnServer, free_port
 from kvferry.cli.main import app
 from kvferry.errors import ConfigError
 from kvferry.metric import Kind
 from kvferry.metric_table import METRICS
+from kvferry.server_url import ServerUrl
 from tests.cli.routed import wait_until
-from tests.cli.viewed import MODEL_A, MODEL_B, TOKEN, A, B, Filled, ask, showing
+from tests.cli.viewed import CLOCK, MODEL_A, MODEL_B, TOKEN, A, B, Filled, ask, showing
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("uvicorn") is None, reason="uvicorn is not installed"
@@ -210,3 +214,35 @@ def test_a_port_that_is_taken_is_said(filled):
         result = CliRunner().invoke(app, ["exporter", str(filled.root), "--port", port])
     assert isinstance(result.exception, ConfigError)
     assert "ddress already in use" in str(result.exception)
+
+
+def test_a_server_that_dies_and_comes_back_is_seen(tmp_path):
+    """The catalog of many hosts, with a password from the environment."""
+    url = ServerUrl("127.0.0.1", free_port(), 0, False, None, "of the catalog", None)
+    server = OwnServer(tmp_path / "server", url, CLOCK)
+    server.start()
+    filled = Filled(tmp_path, ValkeyCatalog(url, CLOCK)).fill()
+    try:
+        command = ("exporter", filled.root, "--catalog", url.name, "--interval-s", "0.1")
+        with showing(*command, KVFERRY_CATALOG_PASSWORD="of the catalog") as shown:
+            wait_until(lambda: shown.value("up") == 1)
+            assert shown.value("pages", **OF_A) == 30
+            assert shown.value("hit_chunks_total", **OF_A) == 30
+            server.stop()
+            wait_until(lambda: shown.value("up") == 0)
+            assert shown.value("pages", **OF_A) is None
+            server.start()
+            wait_until(lambda: shown.value("up") == 1)
+            assert "of the catalog" not in "".join(shown.said)
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize("command", ["exporter", "dashboard"])
+def test_what_is_missing_is_named(filled, monkeypatch, command):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "kvferry.cli.view.server", raising=False)
+    monkeypatch.delattr("kvferry.cli.view.server", raising=False)
+    result = CliRunner().invoke(app, [command, str(filled.root)])
+    assert isinstance(result.exception, ConfigError)
+    assert "pip install kvferry[dashboard]" in str(result.exception)

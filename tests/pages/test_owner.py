@@ -3,7 +3,7 @@
 import pytest
 
 from kvferry.errors import ClosedError, IncompatibleError
-from kvferry.pages.owner import StoreOwnership
+from kvferry.pages.owner import Census, StoreOwnership
 from kvferry.testing.clock import ManualClock
 
 LEASE_S = 10.0
@@ -240,3 +240,25 @@ def test_who_leaves_while_one_watches_does_not_make_the_dead_alive(tmp_path, clo
     leaving.acquire(LEASE_S)
     clock.meanwhile = leaving.release
     assert asking.user(LEASE_S) is None
+
+
+def test_those_who_live_are_counted_once_it_is_known(tmp_path, clock):
+    """An alert on dead engines must not fire because the counting has just begun."""
+    census = Census(tmp_path, clock, LEASE_S)
+    assert census.count() == 0
+    first, second = _party(tmp_path, "a", clock), _party(tmp_path, "a", clock)
+    first.acquire(LEASE_S)
+    second.acquire(LEASE_S)
+    late = Census(tmp_path, clock, LEASE_S)
+    assert late.count() is None
+    for _ in range(4):
+        clock.advance(LEASE_S / 4)
+        first.beat()
+        late.count()
+    assert late.count() == 1, "the second never moved"
+    second.beat()
+    assert (late.count(), census.count()) == (2, 2)
+    first.release()
+    assert late.count() == 1
+    clock.advance(LEASE_S)
+    assert late.count() == 0

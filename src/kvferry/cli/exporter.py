@@ -37,13 +37,13 @@ def exporter(
     refusals = server.Refusals()
     metrics = figures.Figures(sampler, refusals)
     sampler.start()
-    output.complain(f"metrics: {server.address(bound)}metrics")
     try:
         server.serve(
             bound,
             listening.token,
             {"/metrics": server.Page(metrics.text, figures.KIND)},
             refusals,
+            lambda: output.complain(f"metrics: {server.address(bound)}metrics"),
         )
     finally:
         sampler.close()

@@ -83,9 +83,14 @@ def address(bound: socket.socket) -> str:
 
 
 def serve(
-    bound: socket.socket, token: bytes, pages: Mapping[str, Page], refusals: Refusals
+    bound: socket.socket,
+    token: bytes,
+    pages: Mapping[str, Page],
+    refusals: Refusals,
+    announce: Callable[[], None],
 ) -> None:
-    """Answers until SIGINT or SIGTERM. The main thread's."""
+    """Answers until SIGINT or SIGTERM; from `announce` on these end it in order. The main
+    thread's."""
     routes = [Route(path, partial(_answer, page)) for path, page in pages.items()]
     open_paths = [path for path, page in pages.items() if page.is_open]
     application = _Gate(Starlette(routes=routes), token, open_paths, refusals)
@@ -109,6 +114,7 @@ def serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
+    announce()
     server.run(sockets=[bound])
 
 

@@ -88,8 +88,8 @@ function tiles(state) {
       tile("Leases", count(leases), "slots reserved by writers"));
   }
   if (state.engines.length) {
-    shown.push(tile("Loading", rate(state.bandwidth.load), "from the store, last 30 s"),
-      tile("Storing", rate(state.bandwidth.store), "into the store, last 30 s"));
+    shown.push(tile("Loading", rate(state.bandwidth.load), "all engines, last 30 s"),
+      tile("Storing", rate(state.bandwidth.store), "all engines, last 30 s"));
   }
   byId("tiles").replaceChildren(...shown);
 }
