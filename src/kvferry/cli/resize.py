@@ -36,6 +36,7 @@ def resize(
     """Change the capacity of a store while no engine uses it; after one was killed it takes some
     seconds to be sure. Smaller: what is too much is evicted when an engine starts. The
     configuration must then agree, or leave capacity out."""
+    capacity_bytes = parse_size("capacity", capacity)
     root, superblock = existing_root(options.store_config(pages))
     clock = SystemClock()
     user = None if force else StoreOwnership(root, "", clock).user(OWNER_LEASE_S)
@@ -44,7 +45,7 @@ def resize(
             "cli.in_use",
             f"an engine on {user.host} uses the store: stop it first",
         )
-    facts = segments.resize(root, parse_size("capacity", capacity), clock)
+    facts = segments.resize(root, capacity_bytes, clock)
     report = ResizeReport(
         facts.store_id.hex(), superblock.capacity_bytes, facts.capacity_bytes, _room_bytes(root)
     )

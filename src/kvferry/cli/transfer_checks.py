@@ -29,7 +29,9 @@ from kvferry.transfer.settings import check_settings as check_together
 
 NIXL_MIN = (1, 4)
 PROBE_S = 60.0
-INSTALL = "pip install nixl-cu12 or nixl-cu13, for the CUDA version that vLLM has (any on a CPU)"
+INSTALL = (
+    "pip install kvferry[transfer], which brings nixl-cu12; nixl-cu13 where vLLM was built for that"
+)
 NEW_SECRET = f"make one (openssl rand -hex 32); all engines get it in {config.SECRET_VARIABLE}"
 MANUAL = "see docs/operations.md, Prefill here, decode there"
 ERROR_CHARACTERS = 400
