@@ -8,6 +8,8 @@ same scenarios for both, `kv_load_failure_policy` recompute for both. After each
 whether consumer and producer still answer, and whether a further prompt is handed over. What broke
 is started again. No request may take longer than `PATIENCE_S`. Progress goes to standard error,
 JSON, or with `--table` the table of docs/comparison-nixl.md, to standard output.
+
+vLLM's connector needs the package `nixl` beside `nixl-cu12`: pip install --no-deps nixl==1.5.1
 """
 
 import argparse
@@ -370,13 +372,11 @@ def other_block_size(pair: Pair) -> str:
 
 
 def consumer_replaced(pair: Pair) -> str:
-    """The consumer is killed and started again before an offer is used."""
-    prompt = pair.prompt()
-    offer = pair.prefill(prompt)
+    """The consumer is killed and started again."""
     pair.consumer.kill()
     pair.consumer.start()
     pair.consumer.wait_until_healthy()
-    return pair.answer(prompt, offer)
+    return pair.hand_over()
 
 
 def garbage_at_the_listener(pair: Pair) -> str:
@@ -391,7 +391,10 @@ def garbage_at_the_listener(pair: Pair) -> str:
             dealer.connect(f"tcp://127.0.0.1:{pair.side_port}")
             dealer.send_multipart(frames)
             time.sleep(0.3)
-    return consumer_replaced(pair)
+    pair.consumer.kill()
+    pair.consumer.start()
+    pair.consumer.wait_until_healthy()
+    return pair.hand_over()
 
 
 SCENARIOS: dict[str, Callable[[Pair], str]] = {
