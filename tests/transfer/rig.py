@@ -31,6 +31,8 @@ SETTINGS = Settings(
 )
 MODELS = (GroupModel(("a", "b"), 2),)
 SHAPE = EngineShape(1, (4,), (1,), ("LBHN",), 16)
+OTHER_SHAPE = EngineShape(1, (4,), (1,), ("LBNH",), 16)
+"""Blocks of as many tokens, in another order: they go through pages."""
 TOKENS = 8
 
 
@@ -49,8 +51,8 @@ class Script:
 
 
 class Rig:
-    """Both ranks, in step. `wrap`: what is put around each link; `source_settings`: where the
-    producer's are others."""
+    """Both ranks, in step. `wrap`: what is put around each link; `source_settings`,
+    `target_shape`: where the producer's are others, or the consumer's."""
 
     def __init__(
         self,
@@ -61,6 +63,7 @@ class Rig:
         script=None,
         wrap=lambda link: link,
         source_settings=None,
+        target_shape=None,
     ):
         self.settings, self.wrap = settings, wrap
         self.source_settings = source_settings or settings
@@ -68,7 +71,8 @@ class Rig:
         self.tally = Tally() if tally is None else tally
         self.fabric = Fabric(self.script)
         self.answers = []  # of the dialer, before the honest one
-        self.source, self.target = engine_memory(MODELS, shape), engine_memory(MODELS, shape)
+        self.source = engine_memory(MODELS, shape)
+        self.target = engine_memory(MODELS, target_shape or shape)
         ((self.source_group,),), ((self.target_group,),) = self.source, self.target
         self.start_producer()
         self.copiers = []

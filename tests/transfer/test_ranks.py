@@ -14,12 +14,17 @@ from kvferry.transfer.memory import Motion
 from kvferry.transfer.messages import Claim
 from kvferry.transfer.mover import Mover
 from kvferry.transfer.params import Offer
-from tests.transfer.rig import SETTINGS, TOKENS, Rig
+from tests.transfer.rig import OTHER_SHAPE, SETTINGS, TOKENS, Rig
+
+
+@pytest.fixture(params=[None, OTHER_SHAPE], ids=["straight", "through pages"])
+def rig(request):
+    return Rig(target_shape=request.param)
 
 
 @pytest.fixture
-def rig():
-    return Rig()
+def paged_rig():
+    return Rig(target_shape=OTHER_SHAPE)
 
 
 def test_a_load_brings_the_bytes_and_lets_the_producer_go_on(rig):
@@ -115,10 +120,8 @@ def test_blocks_are_the_loads_while_they_are_being_written(rig):
     """Reported earlier they would be another request's while the copier is at them."""
     rig.granted()
     rig.load("r", (1, 2))
-    for copier in rig.copiers:
-        copier.is_stuck = True
-    gatherer, scatterer = rig.copiers
-    gatherer.is_stuck = False
+    scatterer = rig.copiers[-1]
+    scatterer.is_stuck = True
     rig.rounds()
     rig.plan(drops=["r"])
     rig.rounds(3, step_s=20.0)
@@ -128,32 +131,32 @@ def test_blocks_are_the_loads_while_they_are_being_written(rig):
     assert rig.outcome("r") is False
 
 
-def test_a_load_that_failed_while_it_was_gathered_is_not_scattered(rig):
-    rig.granted()
-    gatherer, _ = rig.copiers
+def test_a_load_that_failed_while_it_was_gathered_is_not_scattered(paged_rig):
+    paged_rig.granted()
+    gatherer, _ = paged_rig.copiers
     gatherer.is_stuck = True
-    rig.load("r", (1, 2))
-    rig.rounds()
-    rig.plan(drops=["r"])
-    rig.rounds()
+    paged_rig.load("r", (1, 2))
+    paged_rig.rounds()
+    paged_rig.plan(drops=["r"])
+    paged_rig.rounds()
     gatherer.is_stuck = False
-    rig.rounds()
-    assert rig.outcome("r") is False
-    assert not rig.target_group.holds(1, 0, "text")
+    paged_rig.rounds()
+    assert paged_rig.outcome("r") is False
+    assert not paged_rig.target_group.holds(1, 0, "text")
 
 
-def test_pages_that_are_in_use_count_as_staging_does(rig):
+def test_pages_that_are_in_use_count_as_staging_does(paged_rig):
     """A rank with a page out is not idle: a leak of pages would not be seen."""
-    rig.granted()
-    gatherer, _ = rig.copiers
+    paged_rig.granted()
+    gatherer, _ = paged_rig.copiers
     gatherer.is_stuck = True
-    rig.load("r", (1, 2))
-    rig.rounds()
-    assert rig.rank.out_count == 0
-    assert rig.rank.taken_count == 2, "the slot that was read into, and the page"
+    paged_rig.load("r", (1, 2))
+    paged_rig.rounds()
+    assert paged_rig.rank.out_count == 0
+    assert paged_rig.rank.taken_count == 2, "the slot that was read into, and the page"
     gatherer.is_stuck = False
-    rig.rounds()
-    assert rig.outcome("r") and rig.rank.taken_count == 0
+    paged_rig.rounds()
+    assert paged_rig.outcome("r") and paged_rig.rank.taken_count == 0
 
 
 def test_the_deadline_holds_whatever_the_link_does(rig):
@@ -354,17 +357,33 @@ def test_when_the_mover_stands_aside_every_load_ends(rig):
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_copier_that_fails_ends_the_load_as_well(rig, which, monkeypatch):
+def test_a_copier_that_fails_ends_the_load_as_well(paged_rig, which, monkeypatch):
     """The page that it was to have is lost; the request is not."""
 
     def refuse(pieces):
         raise ValueError("what nobody expected")
 
+    paged_rig.granted()
+    monkeypatch.setattr(
+        paged_rig.copiers[which], ("submit_gather", "submit_scatter")[which], refuse
+    )
+    paged_rig.load("r", (1, 2))
+    paged_rig.mover._run()
+    assert paged_rig.mover.has_failed
+    paged_rig.collect()
+    assert paged_rig.outcome("r") is False
+
+
+def test_a_copier_that_fails_on_the_straight_way_ends_the_load_as_well(monkeypatch):
+    rig = Rig()
+
+    def refuse(pieces):
+        raise ValueError("what nobody expected")
+
     rig.granted()
-    monkeypatch.setattr(rig.copiers[which], ("submit_gather", "submit_scatter")[which], refuse)
+    monkeypatch.setattr(rig.copiers[0], "submit_scatter", refuse)
     rig.load("r", (1, 2))
     rig.mover._run()
-    assert rig.mover.has_failed
     rig.collect()
     assert rig.outcome("r") is False
 

@@ -237,17 +237,22 @@ def transfer(
     """Time to first token of what another engine has prefilled, beside vLLM's NixlConnector, and
     reads in pieces beside reads of one piece. Needs vLLM, NIXL and the demo's model. Exit code 1
     if something was not handed over, or if the two connectors' answers differ."""
-    from kvferry.cli import bench_transfer, link_rates, smollm  # noqa: PLC0415 - as its siblings
+    from kvferry.cli import (  # noqa: PLC0415 - as its siblings
+        bench_transfer,
+        link_rates,
+        load_rates,
+        smollm,
+    )
     from kvferry.cli.engine_runs import parse_lengths  # noqa: PLC0415 - as well
 
     clock, token_counts = SystemClock(), parse_lengths(lengths)
-    rates = link_rates.measure()
+    rates = {"links": link_rates.measure(), "loads": load_rates.measure()}
     model = smollm.model_folder(cache_folder())
     with TemporaryDirectory(dir=folder) as scratch:
         bench = bench_transfer.Bench(Path(scratch), model, clock, token_counts, prompts)
         result = bench.run(rounds)
     load = [round(minutes, 2) for minutes in os.getloadavg()]
-    show({**machine(clock), "load_average": load, "links": rates, **result}, as_json=as_json)
+    show({**machine(clock), "load_average": load, **rates, **result}, as_json=as_json)
     raise typer.Exit(output.WRONG if result["wrong"] else output.OK)
 
 

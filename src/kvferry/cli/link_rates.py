@@ -33,12 +33,13 @@ PROCESS_S = 300.0
 
 def measure() -> dict[str, Any]:
     """By transport: gigabytes per second by piece, and ratios to one piece."""
-    return {transport: _measure(transport) for transport in TRANSPORTS}
+    return {transport: run_apart("kvferry.cli.link_rates", transport) for transport in TRANSPORTS}
 
 
-def _measure(transport: str) -> Any:
+def run_apart(module: str, transport: str) -> Any:
+    """What this module prints in a process of its own, where UCX has only that transport."""
     done = subprocess.run(
-        [sys.executable, "-m", "kvferry.cli.link_rates"],
+        [sys.executable, "-m", module],
         env=child_environment(UCX_TLS=transport, UCX_MODULES="^ib"),
         capture_output=True,
         timeout=PROCESS_S,

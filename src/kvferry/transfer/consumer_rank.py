@@ -31,7 +31,7 @@ from kvferry.transfer.session import Peers
 from kvferry.transfer.settings import Settings
 from kvferry.transfer.unload import Unloaders
 
-POSTING_S = 0.05
+POSTING_S = 0.005
 """For how long one round begins reads."""
 NEWS_WAIT_S = 0.005
 """For how long a step that computes nothing leaves the interpreter to the mover, which otherwise

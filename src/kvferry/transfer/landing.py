@@ -3,17 +3,18 @@
 Staging is cut into slots; a chunk takes one. Inside it units lie as the source has them, layer by
 layer (or unit by unit where the source packs all layers of a block together), so that neighbours
 there are neighbours here and become one descriptor. To a copier a landing is one more KV cache:
-gathered into a page, it can be scattered into blocks of any other layout.
+gathered into a page, it can be scattered into blocks of any other layout. Where blocks of both
+sides hold the same bytes in the same order, the landing itself is taken for a page.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from kvferry.device.base import Copier, Piece
+from kvferry.device.base import SKIP, Copier, Piece
 from kvferry.errors import ConfigError
-from kvferry.layout import PageGeometry, Region
+from kvferry.layout import HEADER_BYTES, PageGeometry, Region
 from kvferry.transfer.base import Indices, Range, Stride
-from kvferry.transfer.plan import ChunkRead, Lane
+from kvferry.transfer.plan import ChunkRead, Lane, cell_of, is_packed
 
 CHUNK_TOKENS_MAX = 4096
 
@@ -42,6 +43,7 @@ class Landing:
                 f" least {needed}",
                 key="slot_bytes",
             )
+        self._row_bytes = cell_bytes * layer_count
         self._layer_bytes = cell_bytes if lane.is_packed else cell_bytes * self._chunk_units
         last_layer = (layer_count - 1) * self._layer_bytes
         taken = last_layer if not lane.is_packed else 0
@@ -86,6 +88,44 @@ class Landing:
             )
             for index, region in enumerate(self.lane.source)
         )
+
+    def rows(self) -> tuple[Region, ...]:
+        """The target's blocks as rows of bytes that lie in them as they land: all layers of a block
+        if both sides pack them, else one layer. () if anything differs."""
+        lane, cell = self.lane, self.lane.cell
+        first = lane.target[0]
+        wanted_bytes = first.content_bytes * first.head_count * first.block_tokens
+        is_same = (
+            cell.cell_bytes == cell.piece_bytes == wanted_bytes
+            and first.kernel_blocks == 1
+            and lane.unit_tokens == lane.target_block_tokens
+            and all(cell_of(region) == cell for region in lane.target)
+        )
+        if not is_same or (lane.is_packed and not is_packed(lane.target)):
+            return ()
+        row_bytes = self._step_bytes
+        return tuple(
+            replace(
+                region,
+                head_count=1,
+                block_tokens=1,
+                content_bytes=row_bytes,
+                head_stride_bytes=row_bytes,
+                token_stride_bytes=row_bytes,
+            )
+            for region in (lane.target[:1] if lane.is_packed else lane.target)
+        )
+
+    def row_geometry(self) -> PageGeometry:
+        """Of a chunk whose landing is taken for a page of `rows`."""
+        return PageGeometry(1, self._chunk_units * self._row_bytes, self.chunk_tokens)
+
+    def row_piece(self, read: ChunkRead, slot_address: int) -> Piece:
+        """From the landing straight into the blocks."""
+        blocks = [block for block in read.blocks if block != SKIP]
+        blocks += [SKIP] * (self._chunk_units - len(blocks))
+        landed = self._memory.address + self.first_place(slot_address) * self._step_bytes
+        return Piece(tuple(blocks), landed - HEADER_BYTES)
 
     def first_place(self, slot_address: int) -> int:
         return -(-(slot_address - self._memory.address) // self._step_bytes)

@@ -80,11 +80,7 @@ class Lane:
     @cached_property
     def is_packed(self) -> bool:
         """All layers of a unit lie side by side, in order, and are one piece."""
-        width = self.cell.piece_bytes
-        first = self.source[0].base_address
-        return len(self.cell.offsets) == 1 and all(
-            region.base_address == first + index * width for index, region in enumerate(self.source)
-        )
+        return is_packed(self.source)
 
     def source_strides(self) -> list[Stride]:
         """The table of the source: for each piece of a unit, that piece of all its units."""
@@ -134,6 +130,15 @@ def cell_of(region: Region) -> Cell:
         landed[stride], width = width, width * count
     head, token = (landed.get(stride, stride) for stride, _ in dimensions)
     return Cell(piece, tuple(offsets), head, token)
+
+
+def is_packed(regions: Sequence[Region]) -> bool:
+    """Each layer's part of a unit is one piece, and those of all layers lie side by side."""
+    cell, first = cell_of(regions[0]), regions[0].base_address
+    return len(cell.offsets) == 1 and all(
+        region.base_address == first + index * cell.piece_bytes
+        for index, region in enumerate(regions)
+    )
 
 
 def lanes(target: RankLayout, sources: Sequence[RankLayout]) -> list[Lane]:

@@ -32,7 +32,7 @@ from kvferry.transfer.params import Offer
 from kvferry.transfer.plan import Lane, lanes, readers
 from kvferry.transfer.settings import Settings
 from kvferry.transfer.topology import RankLayout
-from kvferry.transfer.unload import Unloader, Unloaders
+from kvferry.transfer.unload import AnyUnloader, Unloaders
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Channel:
     landing: Landing
     target_table: int
     source_table: int
-    unloader: Unloader
+    unloader: AnyUnloader
 
 
 @dataclass(slots=True, eq=False)

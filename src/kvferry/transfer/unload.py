@@ -1,6 +1,7 @@
-"""From a landing through a page into the engine's blocks: two copies by copiers of `device`.
+"""From a landing into the engine's blocks: two copies through a page by copiers of `device`, or one
+where blocks of both sides hold the same bytes in the same order.
 
-Only bytes that are surely what the producer held come here. Between the two copies a chunk is asked
+Only bytes that are surely what the producer held come here. Between two copies a chunk is asked
 once more whether it is still wanted. One thread, the mover's, except for `order`.
 """
 
@@ -9,6 +10,7 @@ from typing import Protocol
 
 from kvferry.device.base import Copier, Piece
 from kvferry.device.staging import Allocate, Staging, host_memory
+from kvferry.layout import Region
 from kvferry.transfer.landing import CopierMaker, Landing
 from kvferry.transfer.plan import ChunkRead, Lane
 
@@ -91,56 +93,97 @@ class Unloader:
         return copy.chunk
 
 
+class StraightUnloader:
+    """As `Unloader`, with one copy."""
+
+    def __init__(self, landing: Landing, scatterer: Copier):
+        self._landing = landing
+        self._scatterer = scatterer
+        self._scatters: dict[int, Chunk] = {}
+        self.ordered_step = -1
+
+    def open(self) -> None:
+        self._scatterer.open()
+
+    def close(self) -> None:
+        self._scatterer.close()
+
+    def order(self, step: int) -> None:
+        self._scatterer.order_scatters()
+        self.ordered_step = step
+
+    def begin(self, chunk: Chunk) -> bool:
+        piece = self._landing.row_piece(chunk.read, chunk.slot)
+        self._scatters[self._scatterer.submit_scatter([piece])] = chunk
+        return True
+
+    def step(self) -> list[Chunk]:
+        return [self._scatters.pop(done.job) for done in self._scatterer.poll()]
+
+    def drain(self) -> bool:
+        self.step()
+        return not self._scatters
+
+
+AnyUnloader = Unloader | StraightUnloader
+
+
 class Unloaders:
     """All of one rank, by the shapes of landing and blocks: few, however many peers there are.
     What the threads share is replaced, never changed.
 
     `page_bytes`: of the memory for pages, which `allocate` takes. `open` is not needed; `close` is
-    idempotent.
+    idempotent. On a GPU everything goes through pages: its kernels are made for tokens and heads.
     """
 
     def __init__(self, make_copier: CopierMaker, page_bytes: int, allocate: Allocate = host_memory):
         self._make_copier = make_copier
         self._page_bytes = page_bytes
         self._allocate = allocate
-        self._unloaders: dict[tuple, tuple[Unloader, Staging]] = {}
+        self._unloaders: dict[tuple, AnyUnloader] = {}
+        self._pages: tuple[Staging, ...] = ()
 
-    def of(self, lane: Lane, landing: Landing) -> Unloader:
-        regions, geometry = landing.regions(), landing.geometry
-        key = regions, lane.target, geometry
+    def of(self, lane: Lane, landing: Landing) -> AnyUnloader:
+        rows = landing.rows() if self._allocate is host_memory else ()
+        key = landing.regions(), lane.target, landing.geometry, rows
         if key not in self._unloaders:
-            total_bytes = max(self._page_bytes, 2 * geometry.page_bytes)
-            pages = Staging(total_bytes, geometry.page_bytes, self._allocate)
-            pages.open()
-            unloader = Unloader(
-                landing,
-                self._make_copier(regions, geometry),
-                self._make_copier(lane.target, geometry),
-                pages,
-            )
+            unloader = self._straight(landing, rows) if rows else self._through_pages(landing)
             unloader.open()
-            self._unloaders = {**self._unloaders, key: (unloader, pages)}
-        return self._unloaders[key][0]
+            self._unloaders = {**self._unloaders, key: unloader}
+        return self._unloaders[key]
 
     def order(self, step: int) -> None:
         """The engine's thread, in each step."""
-        for unloader, _ in self._unloaders.values():
+        for unloader in self._unloaders.values():
             unloader.order(step)
 
     def step(self) -> list[Chunk]:
-        return [chunk for unloader, _ in self._unloaders.values() for chunk in unloader.step()]
+        return [chunk for unloader in self._unloaders.values() for chunk in unloader.step()]
 
     def drain(self) -> bool:
         """Only takes what was scattered. True when nothing is being written to blocks any more."""
-        return all(unloader.drain() for unloader, _ in self._unloaders.values())
+        return all(unloader.drain() for unloader in self._unloaders.values())
 
     @property
     def taken_count(self) -> int:
         """Pages in use."""
-        return sum(pages.taken_count for _, pages in self._unloaders.values())
+        return sum(pages.taken_count for pages in self._pages)
 
     def close(self) -> None:
-        for unloader, pages in self._unloaders.values():
+        for unloader in self._unloaders.values():
             unloader.close()
+        for pages in self._pages:
             pages.close()
-        self._unloaders = {}
+        self._unloaders, self._pages = {}, ()
+
+    def _straight(self, landing: Landing, rows: tuple[Region, ...]) -> StraightUnloader:
+        return StraightUnloader(landing, self._make_copier(rows, landing.row_geometry()))
+
+    def _through_pages(self, landing: Landing) -> Unloader:
+        geometry = landing.geometry
+        total_bytes = max(self._page_bytes, 2 * geometry.page_bytes)
+        pages = Staging(total_bytes, geometry.page_bytes, self._allocate)
+        pages.open()
+        self._pages += (pages,)
+        gatherer = self._make_copier(landing.regions(), geometry)
+        return Unloader(landing, gatherer, self._make_copier(landing.lane.target, geometry), pages)
