@@ -310,6 +310,21 @@ def test_one_that_has_no_room_lets_loads_by_that_have_ended(jammed):
 
 def test_else_both_would_wait_for_ever(jammed, monkeypatch):
     """As in vLLM before 0.32: nobody runs, and what was loaded holds the blocks."""
-    monkeypatch.setattr(planner.Planner, "_note_jam", lambda self, token_count: None)
+    monkeypatch.setattr(planner.Planner, "_note_jam", lambda self, step: None)
     with pytest.raises(Failed, match="did not come to rest"):
         jammed.run(0)
+
+
+THRASHING_SEED = 1256
+"""One request takes the last blocks, has no room for its first answer, gives them up, and takes
+them again; two that were loaded hold the others."""
+
+
+def test_one_that_gives_up_its_blocks_lets_loads_by_that_have_ended():
+    run(range(THRASHING_SEED, THRASHING_SEED + 1), steps=2000)
+
+
+def test_else_it_would_take_them_again_for_ever(monkeypatch):
+    monkeypatch.setattr(planner.Planner, "_has_loaded", lambda self: False)
+    with pytest.raises(Failed, match="did not come to rest"):
+        run(range(THRASHING_SEED, THRASHING_SEED + 1), steps=2000)

@@ -106,7 +106,7 @@ class Planner:
 
     def match(self, request_id: str, computed_tokens: int, total_tokens: int) -> int | None:
         """Tokens beyond `computed_tokens` that can be loaded; None: ask again, the answer is
-        pending, or nobody came behind the request that got the last one (see `_note_jam`)."""
+        pending, or others have to come first who hold blocks (see `_note_jam`)."""
         if self._makes_way:
             return None
         found = self._match(request_id, computed_tokens, total_tokens)
@@ -139,7 +139,7 @@ class Planner:
         """The plan of this step."""
         now_s = self._clock.now_s()
         token_count = step.token_count
-        self._note_jam(token_count)
+        self._note_jam(step)
         if self._last_prefill is not None or token_count >= PREFILL_TOKENS_MIN:
             self._measure(token_count, now_s)
         supply = self._supply
@@ -296,13 +296,19 @@ class Planner:
 
     # Steps
 
-    def _note_jam(self, token_count: int) -> None:
+    def _note_jam(self, step: Step) -> None:
         """Where a request that has its answer finds no room, vLLM before 0.32 looks at none behind
         it: also not at those whose loads have ended, and they hold the blocks. If nothing runs,
-        that is for ever. So after such a step no request without blocks is answered in the next
-        one, and vLLM comes to the others."""
-        self._makes_way = self._answered_id is not None and token_count == 0
+        that is for ever; and so it is if one that fits runs, finds no room to go on, gives up its
+        blocks and is the first to get them again. So after such a step no request without blocks
+        is answered in the next one, and vLLM comes to the others."""
+        is_stuck = self._answered_id is not None and step.token_count == 0
+        self._makes_way = is_stuck or (bool(step.preempted) and self._has_loaded())
         self._answered_id = None
+
+    def _has_loaded(self) -> bool:
+        """Whether a request has been given blocks for a load and has not run since."""
+        return any(r.loaded_end and not r.is_scheduled for r in self._records.values())
 
     def _look(self, record: Record, step: Step, now_s: float) -> list[Store]:
         """At a request that is due."""
