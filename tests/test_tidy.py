@@ -29,7 +29,7 @@ LAYERS = {
     "pages": 2, "catalog": 2, "device": 2,
     "offload": 3, "transfer": 3,
     "vllm_plugin": 4, "testing": 4,
-    "cli": 5, "dashboard": 5,
+    "cli": 5,
 }  # fmt: skip
 MAY_SHARE_A_LAYER = (0, 1)
 
