@@ -119,44 +119,14 @@ class CopyPoolHandle {
   std::shared_ptr<CopyPool> pool_ = std::make_shared<CopyPool>();
 };
 
-class IoPoolHandle {
+class IoPoolHandle : public PagePoolHandle<IoPool> {
  public:
-  IoPoolHandle(size_t read_thread_count, size_t write_thread_count) {
+  IoPoolHandle(size_t read_thread_count, size_t write_thread_count)
+      : PagePoolHandle(std::make_shared<IoPool>()) {
     require(read_thread_count > 0, "read_thread_count must be positive");
     require(write_thread_count > 0, "write_thread_count must be positive");
     pool_->start(read_thread_count, write_thread_count);
   }
-  ~IoPoolHandle() { pool_->close(0); }
-
-  uint64_t submit_reads(const std::vector<OperationTuple>& operations, bool verify_payload) {
-    return pool_->submit_reads(to_operations(operations), verify_payload);
-  }
-
-  uint64_t submit_writes(const std::vector<OperationTuple>& tuples,
-                         const std::optional<std::vector<uint64_t>>& checksums) {
-    const std::vector<Operation> operations = to_operations(tuples);
-    require_checksums(operations, checksums);
-    return pool_->submit_writes(operations, checksums.value_or(std::vector<uint64_t>()));
-  }
-
-  std::vector<ResultTuple> poll() { return to_tuples(pool_->wait(0)); }
-
-  std::vector<ResultTuple> wait(double timeout_s) {
-    std::vector<Result> results = pool_->wait(0);  // keeps the interpreter
-    if (results.empty()) {
-      const NoGil released;
-      results = pool_->wait(timeout_s);
-    }
-    return to_tuples(results);
-  }
-
-  bool close(double timeout_s) {
-    const NoGil released;
-    return pool_->close(timeout_s);
-  }
-
- private:
-  std::shared_ptr<IoPool> pool_ = std::make_shared<IoPool>();
 };
 
 }  // namespace

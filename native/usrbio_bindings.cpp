@@ -18,7 +18,7 @@ void require_success(int error_number) {
   throw nb::python_error();
 }
 
-class UsrbioPoolHandle {
+class UsrbioPoolHandle : public PagePoolHandle<UsrbioPool> {
  public:
   UsrbioPoolHandle(const Hf3fs& library, const std::string& mount_point, size_t read_thread_count,
                    size_t write_thread_count, int entry_max, size_t ring_bytes_max,
@@ -39,7 +39,6 @@ class UsrbioPoolHandle {
     }
     require_success(error);
   }
-  ~UsrbioPoolHandle() { pool_->close(0); }
 
   void add_memory(uint64_t address, size_t length_bytes, const nb::bytes& id) {
     require(id.size() == kIdBytes, "id must have 16 bytes");
@@ -48,38 +47,9 @@ class UsrbioPoolHandle {
 
   void remove_memory(uint64_t address) { pool_->remove_memory(address); }
 
-  uint64_t submit_reads(const std::vector<OperationTuple>& operations, bool verify_payload) {
-    return pool_->submit_reads(to_operations(operations), verify_payload);
-  }
-
-  uint64_t submit_writes(const std::vector<OperationTuple>& tuples,
-                         const std::optional<std::vector<uint64_t>>& checksums) {
-    const std::vector<Operation> operations = to_operations(tuples);
-    require_checksums(operations, checksums);
-    return pool_->submit_writes(operations, checksums.value_or(std::vector<uint64_t>()));
-  }
-
-  std::vector<ResultTuple> poll() { return to_tuples(pool_->wait(0)); }
-
-  std::vector<ResultTuple> wait(double timeout_s) {
-    std::vector<Result> results = pool_->wait(0);  // keeps the interpreter
-    if (results.empty()) {
-      const NoGil released;
-      results = pool_->wait(timeout_s);
-    }
-    return to_tuples(results);
-  }
-
-  bool close(double timeout_s) {
-    const NoGil released;
-    return pool_->close(timeout_s);
-  }
-
   uint64_t overdue_count() const { return pool_->overdue_count(); }
   uint64_t overdue_now_count() const { return pool_->overdue_now_count(); }
 
- private:
-  std::shared_ptr<UsrbioPool> pool_;
 };
 
 // None: not on a mount of this library.
