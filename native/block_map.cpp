@@ -1,5 +1,9 @@
 #include "block_map.h"
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -21,14 +25,33 @@ Layer coalesced(Layer layer) {
   return layer;
 }
 
-struct Axis {
-  size_t count;
-  size_t engine_stride_bytes;
-  size_t page_stride_bytes;
-};
-
 void prefetch(const uint8_t* data, size_t length_bytes) {
   for (size_t i = 0; i < length_bytes; i += 64) __builtin_prefetch(data + i);
+}
+
+constexpr size_t kLineBytes = 64;
+
+// Past the cache, where whole lines are written: what is copied is not looked at soon, and lines
+// that are to be overwritten need not be fetched. `finish_copies` before others read it.
+void copy_run(uint8_t* to, const uint8_t* from, size_t length_bytes) {
+#if defined(__SSE2__)
+  if ((reinterpret_cast<uintptr_t>(to) | length_bytes) % kLineBytes == 0) {
+    for (size_t i = 0; i < length_bytes; i += kLineBytes) {
+      for (size_t j = i; j < i + kLineBytes; j += sizeof(__m128i)) {
+        const __m128i word = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + j));
+        _mm_stream_si128(reinterpret_cast<__m128i*>(to + j), word);
+      }
+    }
+    return;
+  }
+#endif
+  std::memcpy(to, from, length_bytes);
+}
+
+void finish_copies() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
 }
 
 }  // namespace
@@ -69,27 +92,25 @@ void BlockMap::copy(const std::vector<int64_t>& blocks, uint64_t address) const 
       page += layer.block_head_bytes();
     }
   }
+  finish_copies();
 }
 
-// Whichever side is read is walked in its own order: engine memory by token (where heads are
-// outside of tokens, tokens are one run), a page by head. The next token of the engine's side is
-// fetched ahead, since its stride may be long.
+// Engine memory is walked in its own order, by token where tokens are outside of heads; a page by
+// head then. What is read next is fetched ahead where its stride may be long.
 template <bool kIsGather>
 void BlockMap::copy_block(const Layer& layer, uint8_t* engine_block, uint8_t* page_block) const {
   const size_t run_bytes = layer.content_bytes;
-  const Axis tokens = {layer.block_tokens, layer.token_stride_bytes, run_bytes};
-  const Axis heads = {head_count_, layer.head_stride_bytes, slice_bytes_};
-  const Axis outer = kIsGather ? tokens : heads;
-  const Axis inner = kIsGather ? heads : tokens;
   for (size_t k = 0; k < layer.kernel_blocks; ++k) {
-    for (size_t i = 0; i < outer.count; ++i) {
-      uint8_t* engine = engine_block + i * outer.engine_stride_bytes;
-      uint8_t* page = page_block + i * outer.page_stride_bytes;
-      for (size_t j = 0; j < inner.count; ++j) {
-        if (tokens.count > 1) prefetch(engine + tokens.engine_stride_bytes, run_bytes);
-        std::memcpy(kIsGather ? page : engine, kIsGather ? engine : page, run_bytes);
-        engine += inner.engine_stride_bytes;
-        page += inner.page_stride_bytes;
+    for (size_t token = 0; token < layer.block_tokens; ++token) {
+      uint8_t* engine = engine_block + token * layer.token_stride_bytes;
+      uint8_t* page = page_block + token * run_bytes;
+      for (size_t head = 0; head < head_count_; ++head) {
+        if (layer.block_tokens > 1) {
+          prefetch(kIsGather ? engine + layer.token_stride_bytes : page + run_bytes, run_bytes);
+        }
+        copy_run(kIsGather ? page : engine, kIsGather ? engine : page, run_bytes);
+        engine += layer.head_stride_bytes;
+        page += slice_bytes_;
       }
     }
     engine_block += layer.block_stride_bytes;
