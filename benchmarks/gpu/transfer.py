@@ -2,6 +2,7 @@
 over, beside vLLM's NixlConnector.
 
     transfer.py FOLDER [--shape 8b] [--lengths 5008,20000] [--prompts 3] [--weights dummy]
+        [--connectors kvferry,nixl] [--consumer-block 32]
 
 One engine alone first, for right answers and its own hits; then a pair for each connector. Prints
 JSON; exit code 1 if a token was not handed over, or an answer differs from the engine's own hit of
@@ -91,18 +92,26 @@ class Bench:
         numbers = range(self._arguments.prompts)
         return [(n, i, self._prompt(n, i)) for n in self._lengths for i in numbers]
 
-    def _open(self, name: str, port: int, transfer: Any) -> EngineProcess:
+    def _open(
+        self, name: str, port: int, transfer: Any, block_tokens: int | None = None
+    ) -> EngineProcess:
         environment = {SECRET_VARIABLE: self._secret, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
         log = self._folder / f"{name}.log"
         engine = EngineProcess(log, CLOCK, ANSWER_S, environment=environment)
         engine.start()
         length = max(self._lengths) + 64
+        blocks = {"block_size": block_tokens} if block_tokens else {}
         engine.call(
             "open",
             model=str(self._folder / "model"),
             mode="eager",
             load_format=self._arguments.weights,
-            settings={**SETTINGS, "max_model_len": length, "kv_transfer_config": transfer},
+            settings={
+                **SETTINGS,
+                "max_model_len": length,
+                "kv_transfer_config": transfer,
+                **blocks,
+            },
         )
         return engine
 
@@ -124,7 +133,9 @@ class Bench:
         shape = self._arguments.shape
         producer = self._open(f"{name}-producer", 5600, connector(name, "kv_producer", shape))
         engines.callback(producer.kill)
-        consumer = self._open(f"{name}-consumer", 5700, connector(name, "kv_consumer", shape))
+        consuming = connector(name, "kv_consumer", shape)
+        block_tokens = self._arguments.consumer_block
+        consumer = self._open(f"{name}-consumer", 5700, consuming, block_tokens)
         engines.callback(consumer.kill)
         first_ms, times_ms = [], Times()
         for length in self._lengths:
@@ -192,6 +203,7 @@ def main() -> int:
     parser.add_argument("--lengths", default="5008,20000", help="multiples of the block size")
     parser.add_argument("--prompts", type=int, default=3)
     parser.add_argument("--connectors", default=",".join(WANTED))
+    parser.add_argument("--consumer-block", type=int, help="its block size, if it is another")
     parser.add_argument("--weights", default="dummy", choices=["dummy", "seeded"])
     bench = Bench(parser.parse_args())
     print(json.dumps(bench.run(), indent=1))
