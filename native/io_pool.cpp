@@ -165,6 +165,17 @@ uint64_t IoPool::submit(Queue& queue, const std::vector<std::shared_ptr<Task>>& 
   return job;
 }
 
+void IoPool::limit_reads(size_t thread_count) {
+  const Lock lock(mutex_);
+  reads_.busy_max = thread_count;
+  reads_.filled.notify_all();
+}
+
+size_t IoPool::reading_count() {
+  const Lock lock(mutex_);
+  return reads_.busy_count;
+}
+
 std::vector<Result> IoPool::wait(double timeout_s) {
   crew_.check_process();
   Lock lock(mutex_);
@@ -187,16 +198,20 @@ void IoPool::work(Queue& queue, void (*run)(Task&, Part&)) {
   be_nice(kNiceLevels);
   Lock lock(mutex_);
   while (true) {
-    queue.filled.wait(lock, [&] { return is_closed_ || !queue.tasks.empty(); });
+    queue.filled.wait(lock, [&] {
+      return is_closed_ || (!queue.tasks.empty() && queue.busy_count < queue.busy_max);
+    });
     if (queue.tasks.empty()) return;
     const std::shared_ptr<Task> task = queue.tasks.front();
     const uint32_t left_slices = task->operation.slice_count - task->begun_count;
     Part part{task->begun_count, std::min(task->part_slices, left_slices)};
     task->begun_count += part.count;
     if (part.count == left_slices) queue.tasks.pop_front();
+    ++queue.busy_count;
     lock.unlock();
     run(*task, part);
     lock.lock();
+    --queue.busy_count;
     end_part(*task, part);
   }
 }

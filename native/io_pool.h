@@ -31,6 +31,11 @@ class IoPool : public std::enable_shared_from_this<IoPool> {
   uint64_t submit_writes(const std::vector<Operation>& operations,
                          const std::vector<uint64_t>& checksums);
 
+  // So many threads read at most, at least one; those that are at it end what they have begun.
+  void limit_reads(size_t thread_count);
+  // Threads that read right now.
+  size_t reading_count();
+
   // Results since the last call; at most `timeout_s` is spent on waiting for some.
   std::vector<Result> wait(double timeout_s);
 
@@ -55,6 +60,8 @@ class IoPool : public std::enable_shared_from_this<IoPool> {
   struct Queue {
     std::deque<std::shared_ptr<Task>> tasks;
     std::condition_variable filled;
+    size_t busy_count = 0;
+    size_t busy_max = SIZE_MAX;
   };
 
   uint64_t submit(Queue& queue, const std::vector<std::shared_ptr<Task>>& tasks);

@@ -127,6 +127,13 @@ class IoPoolHandle : public PagePoolHandle<IoPool> {
     require(write_thread_count > 0, "write_thread_count must be positive");
     pool_->start(read_thread_count, write_thread_count);
   }
+
+  void limit_reads(size_t thread_count) {
+    require(thread_count > 0, "thread_count must be positive");
+    pool_->limit_reads(thread_count);
+  }
+
+  size_t reading_count() { return pool_->reading_count(); }
 };
 
 }  // namespace
@@ -161,6 +168,8 @@ NB_MODULE(_native, m) {
            nb::arg("verify_payload"))
       .def("submit_writes", &IoPoolHandle::submit_writes, nb::arg("operations"),
            nb::arg("checksums").none())
+      .def("limit_reads", &IoPoolHandle::limit_reads, nb::arg("thread_count"))
+      .def_prop_ro("reading_count", &IoPoolHandle::reading_count)
       .def("poll", &IoPoolHandle::poll)
       .def("wait", &IoPoolHandle::wait, nb::arg("timeout_s"))
       .def("close", &IoPoolHandle::close, nb::arg("timeout_s"));

@@ -106,6 +106,14 @@ class IoPool:
         with buffered I/O piece by piece as it writes, and then writes the header last. Returns
         the job's number."""
 
+    def limit_reads(self, thread_count: int) -> None:
+        """So many threads read at most from now on; those that are at it end what they have
+        begun, a part of an extent."""
+
+    @property
+    def reading_count(self) -> int:
+        """Threads that read right now."""
+
     def poll(self) -> list[tuple[int, int, int, int, tuple[int, ...]]]:
         """(job, index of the operation, outcome code, errno, payload checksums), each exactly
         once. The code is the place in `pages.base.Outcome`. Never waits."""

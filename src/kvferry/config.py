@@ -153,7 +153,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 256 << 20
     read_threads: Annotated[
         _Threads | None,
-        process(description="Threads that read pages. Default: three for four cores, 4 to 16."),
+        process(
+            description="Threads that read pages; a third of them while the engine computes, where"
+            " they copy from the page cache. Default: three for four cores, 4 to 16."
+        ),
     ] = None
     write_threads: Annotated[
         _Threads | None,

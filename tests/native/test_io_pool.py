@@ -218,3 +218,27 @@ def test_operations_that_would_touch_other_memory_are_refused(pool, place, value
 def test_checksums_must_be_as_many_as_slices(pool, checksums):
     with pytest.raises(ValueError, match="checksums"):
         pool.submit_writes([operation(0, payloads())], checksums)
+
+
+def test_so_many_threads_read_at_most():
+    pool, descriptor = _native.IoPool(4, 1), new_file()
+    write(pool, operation(descriptor, payloads()))
+    seen = {1: {0}, 4: {0}}
+    for _ in range(20):
+        for limit, counts in seen.items():
+            pool.limit_reads(limit)
+            targets = [Buffer(3 * SLICE_BYTES) for _ in range(500)]
+            pool.submit_reads([operation(descriptor, target) for target in targets], True)
+            ended = 0
+            while ended < len(targets):
+                counts.add(pool.reading_count)
+                ended += len(pool.poll())
+    assert max(seen[1]) == 1
+    assert max(seen[4]) > 1
+    assert pool.close(DEADLINE_S)
+    os.close(descriptor)
+
+
+def test_a_limit_of_no_thread_is_refused(pool):
+    with pytest.raises(ValueError, match="thread_count"):
+        pool.limit_reads(0)

@@ -146,6 +146,10 @@ class PageStore(Protocol):
     def submit_writes(self, extents: Sequence[Extent]) -> int:
         """Starts a batch; returns its job number."""
 
+    def leave_room(self, is_wanted: bool) -> None:
+        """Whether processors are wanted by others: reads that copy take a few of them then. Any
+        thread."""
+
     def poll(self) -> list[Result]:
         """Results since the last call, in any order, each exactly once. Never waits."""
 

@@ -97,6 +97,9 @@ class MemoryPages:
     def submit_writes(self, extents: Sequence[Extent]) -> int:
         return self._submit(self._writes, extents)
 
+    def leave_room(self, is_wanted: bool) -> None:
+        """It takes no thread of its own."""
+
     def poll(self) -> list[Result]:
         self._require_open()
         results = [self._read(*operation) for operation in self._reads]

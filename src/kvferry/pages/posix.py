@@ -43,6 +43,14 @@ class PosixPages(FilePages):
         self._write_thread_count = write_thread_count
         self._descriptor_max = descriptor_max
 
+    def leave_room(self, is_wanted: bool) -> None:
+        """Where threads copy from the page cache, a third of them do. Those that wait for a disk
+        take no processor."""
+        pool = self._pool
+        if pool is not None and not self.direct_io:
+            few = max(self._read_thread_count // 3, 2)
+            pool.limit_reads(few if is_wanted else self._read_thread_count)
+
     def _start(self) -> tuple[IoPool, Descriptors]:
         if mounts.is_on_3fs(self._root):
             log.warning("%s is on 3FS: usrbio:// is faster there than posix://", self._root)

@@ -168,6 +168,10 @@ class SpreadPages:
     def submit_writes(self, extents: Sequence[Extent]) -> int:
         return self._submit(extents, lambda store, mine: store.submit_writes(mine))
 
+    def leave_room(self, is_wanted: bool) -> None:
+        for place in self._places:
+            place.store.leave_room(is_wanted)
+
     def poll(self) -> list[Result]:
         results, self._refused = self._refused, []
         for place in self._places:

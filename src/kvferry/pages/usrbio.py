@@ -89,6 +89,9 @@ class UsrbioPages(FilePages):
         pool = self._open_pool()
         return Overdue(pool.overdue_now_count, pool.overdue_count)
 
+    def leave_room(self, is_wanted: bool) -> None:
+        """Its threads wait for a daemon that copies."""
+
     def open(self) -> StoreFacts:
         if self._pool is None:
             self._mount = find_mount(self._root, self._library, FILES_OPEN)

@@ -167,6 +167,9 @@ class FaultyPages:
     def submit_writes(self, extents: Sequence[Extent]) -> int:
         return self._submit(extents, is_write=True)
 
+    def leave_room(self, is_wanted: bool) -> None:
+        self.inner.leave_room(is_wanted)
+
     def poll(self) -> list[Result]:
         if self.is_hanging:
             return []

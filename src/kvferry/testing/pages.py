@@ -100,6 +100,14 @@ class PageStoreSuite:
             read = driver.read(page_id(str(slot)), Address(1, slot))
             assert read.result.outcome is Outcome.OK
 
+    def test_leaving_room_to_others_changes_no_result(self, store, driver):
+        page = page_id("a")
+        for is_wanted in (True, False):
+            store.leave_room(is_wanted)
+            assert driver.write(page, HOME).outcome is Outcome.OK
+            read = driver.read(page, HOME)
+            assert read.payloads == driver.expected(driver.extent(page, HOME))
+
     # Each result arrives exactly once.
 
     def test_every_operation_of_every_batch_has_one_result(self, driver):

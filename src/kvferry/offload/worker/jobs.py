@@ -84,6 +84,7 @@ class Jobs:
 
     def after_forward(self, is_empty_step: bool) -> None:
         """After the forward of the step whose plan came last."""
+        self._mover.leave_room(not is_empty_step)
         stores, self._next_stores = self._next_stores, ()
         if stores:
             self._add_stores(stores)

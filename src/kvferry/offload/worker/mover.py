@@ -57,6 +57,7 @@ class Mover:
         self._commits: list[tuple[Ticket, list[StoreJob]]] = []
         self._wake = threading.Event()
         self._must_stop = False
+        self._leaves_room = False
         self._thread: threading.Thread | None = None
         self.has_failed = False
         self._overdue_count = 0
@@ -79,6 +80,12 @@ class Mover:
     def wake(self) -> None:
         """There is something new. Any thread."""
         self._wake.set()
+
+    def leave_room(self, is_wanted: bool) -> None:
+        """Whether the engine computes while bytes move. Any thread."""
+        if is_wanted is not self._leaves_room:
+            self._leaves_room = is_wanted
+            self._pages.leave_room(is_wanted)
 
     def close(self, timeout_s: float) -> None:
         """Stops the thread; waits for it at most this long. Idempotent."""
