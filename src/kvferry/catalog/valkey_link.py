@@ -9,6 +9,7 @@ at its address, is not the one that was opened: calls raise UnavailableError wit
 
 import itertools
 import re
+import ssl
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,7 @@ CALL_S = 2.0
 CONNECT_S = 1.0
 POLICY = "noeviction"
 DENIED = "catalog.denied"
+UNTRUSTED = "catalog.untrusted"
 
 _DENIED = (AuthenticationError, AuthenticationWrongNumberOfArgsError, NoPermissionError)
 
@@ -57,18 +59,19 @@ class Link:
         self._numbers = itertools.count()
 
     def open(self) -> None:
-        """Raises ConfigError if the server refuses us or would throw records away by itself,
-        UnavailableError if it does not answer."""
+        """Raises ConfigError if the server refuses us, cannot be trusted or would throw records
+        away by itself, UnavailableError if it does not answer."""
         self.close()
+        _check_authorities(self._server)
         self._session = self._clock.random_bytes(12)
         self._server_run = None
         self._client = _client(self._server, self._call_s, self._greet)
         try:
             policy = self.say("INFO", "memory").get("maxmemory_policy", POLICY)
         except UnavailableError as error:
-            if error.kind != DENIED:
+            if error.kind not in (DENIED, UNTRUSTED):
                 raise
-            raise ConfigError(DENIED, error.message) from error
+            raise ConfigError(error.kind, error.message) from error
         if policy != POLICY:
             raise ConfigError(
                 "catalog.maxmemory_policy",
@@ -159,11 +162,30 @@ class Link:
         return self._unavailable(error)
 
     def _unavailable(self, error: Exception) -> UnavailableError:
+        if isinstance(error.__context__, ssl.SSLCertVerificationError):
+            reason = error.__context__.verify_message
+            return UnavailableError(
+                UNTRUSTED,
+                f"{self.name} cannot be trusted: {reason}; ?ca_file= in the URL names the"
+                " authorities that may have signed its certificate",
+            )
         return UnavailableError("catalog.server", f"{self.name}: {error or type(error).__name__}")
 
 
 class _OtherServerError(ValkeyError):
     """Not the server that was opened."""
+
+
+def _check_authorities(server: ServerUrl) -> None:
+    if server.ca_file is not None:
+        try:
+            ssl.create_default_context(cafile=server.ca_file)
+        except OSError as error:
+            raise ConfigError(
+                "catalog.ca_file",
+                f"ca_file={server.ca_file} cannot be used: {error.strerror or error}; it has to be"
+                " a file of certificates in PEM",
+            ) from error
 
 
 def _client(server: ServerUrl, call_s: float, greet: Callable[[Any], None]) -> valkey.Valkey:
