@@ -8,13 +8,18 @@ import threading
 
 
 class Relay:
-    """Listens on loopback from `start` to `stop`. `target`: where connections lead that come from
+    """Listens on `host` from `start` to `stop`. `target`: where connections lead that come from
     now on; those that are there are cut by `lead_to`."""
 
-    def __init__(self, target: tuple[str, int], tls: ssl.SSLContext | None = None):
+    def __init__(
+        self,
+        target: tuple[str, int],
+        tls: ssl.SSLContext | None = None,
+        host: str = "127.0.0.1",
+    ):
         self._target = target
         self._tls = tls
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server((host, 0))
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
 

@@ -71,10 +71,12 @@ def connector(**extra: Any) -> dict[str, Any]:
 
 
 class EngineProcess:
-    """Starts at `start`, ends at `stop` or `kill`. Owned by one test thread."""
+    """Starts at `start`, ends at `stop` or `kill`. Owned by one test thread. `before`: words that
+    stand before its command."""
 
-    def __init__(self, log: Path, *, multiprocessing: bool = False):
+    def __init__(self, log: Path, *, multiprocessing: bool = False, before: Sequence[str] = ()):
         self._log = log
+        self._before = before
         self._multiprocessing = multiprocessing
         self._process: subprocess.Popen[str] | None = None
 
@@ -89,6 +91,7 @@ class EngineProcess:
         environment = dict(os.environ) | {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if self._multiprocessing else "0",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_HOST_IP": "127.0.0.1",
             "OMP_NUM_THREADS": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "HF_HUB_OFFLINE": "1",
@@ -102,7 +105,7 @@ class EngineProcess:
         }
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", str(PROGRAM)],
+                [*self._before, sys.executable, "-P", str(PROGRAM)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -22,6 +22,8 @@ PATIENCE_S = 60.0
 UNHURRIED = {"lookup_deadline_s": 10.0, "store_deadline_s": 120.0, "reservation_lease_s": 300.0}
 """Exact counts must not depend on how busy the machine is; tests of deadlines set their own."""
 SEGMENT_BYTES_MIN = 1 << 20
+BOOKKEEPING_BYTES = 16 << 10
+"""Superblock and owner file, a block each, and one that is being replaced: beside the budget."""
 
 
 class Store:

@@ -4,14 +4,12 @@ import time
 
 from tests.e2e import prompts
 from tests.e2e.engine import EngineProcess
-from tests.e2e.store import Store
+from tests.e2e.store import BOOKKEEPING_BYTES, Store
 
 PROMPTS = [prompts.tokens(1000, seed=seed) for seed in range(20)]
 FEW_PROMPTS = PROMPTS[:4]
 ROUNDS = 6
 CAPACITY_BYTES = 32 << 20  # 288 pages of these models: 19 prompts
-BOOKKEEPING_BYTES = 16 << 10
-"""Superblock and owner file, a block each, and one that is being replaced: beside the budget."""
 SMALL = {
     "capacity_bytes": CAPACITY_BYTES,
     "segment_bytes": 1 << 20,

@@ -16,7 +16,7 @@ from kvferry.catalog.valkey_library import library
 from kvferry.catalog.valkey_link import Link
 from kvferry.catalog.valkey_server import OwnServer, free_port
 from kvferry.clock import Clock, SystemClock
-from kvferry.server_url import ServerUrl
+from kvferry.server_url import ServerUrl, is_loopback
 
 UNHURRIED_S = 60.0
 NOW_KEY = "kvferry:test:now_s"
@@ -51,11 +51,12 @@ def clocked_catalog(
 
 
 class ServerProcess(OwnServer):
-    """A server on a free port of loopback, over a folder of its own. `start` again after `kill` is
-    a restart with what its file has."""
+    """A server on a free port, over a folder of its own. `start` again after `kill` is a restart
+    with what its file has. `host`: an address of this machine, where it asks for a password."""
 
-    def __init__(self, folder: Path, *options: str):
-        url = ServerUrl("127.0.0.1", free_port(), 0, False, None, None, None)
+    def __init__(self, folder: Path, *options: str, host: str = "127.0.0.1"):
+        password = None if is_loopback(host) else "secret"
+        url = ServerUrl(host, free_port(), 0, False, None, password, None)
         super().__init__(folder, url, SystemClock(), options)
 
     def url_of(self, user: str | None = None, password: str | None = None) -> ServerUrl:
