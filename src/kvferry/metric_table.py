@@ -13,6 +13,7 @@ CATALOG_VERBS = (
     "attach",
     "lookup",
     "lookup_packed",
+    "present",
     "reserve",
     "commit",
     "abort",
@@ -271,6 +272,14 @@ _CONDITION = (
         "tokens per second",
         "Prefill speed as the cost model measured it.",
         "With the load speed: why loads are declined.",
+    ),
+    counter(
+        "events",
+        "chunks",
+        "KV events of what this engine has stored: told as stored, as removed, or dropped, since"
+        " the store was.",
+        "Dropped: see why stores are.",
+        outcome=("stored", "removed", "dropped"),
     ),
     counter(
         "identity_refusals",

@@ -82,6 +82,7 @@ HAPPENED = (
         f"kvferry_lookups_total{{{outcome}}}"
         for outcome in ("hit", "miss", "late", "unavailable", "skipped")
     ),
+    *(f"kvferry_events_total{{{outcome}}}" for outcome in ("stored", "removed", "dropped")),
     *(f"CatalogFault.{fault.name}" for fault in CatalogFault),
     *(f"Fault.{fault.name}" for fault in Fault),
 )

@@ -208,6 +208,9 @@ class Catalog(Protocol):
     def lookup_packed(self, namespace: bytes, keys: Sequence[bytes]) -> bytes:
         """The same as one `PACKED_HIT` per key: for many keys, without an object for each."""
 
+    def present(self, namespace: bytes, keys: Sequence[bytes]) -> list[bool]:
+        """Whether each has a page now. Not a lookup: it counts nothing."""
+
     def reserve(self, namespace: bytes, count: int, lease_s: float) -> list[Slot]:
         """Up to `count` slots; fewer where free slots are fewer. Never grows, never evicts."""
 

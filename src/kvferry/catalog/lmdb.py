@@ -180,6 +180,9 @@ class LmdbCatalog:
         self._counts.add(namespace, len(keys), len(keys) - hits.count(MISS))
         return b"".join(hits)
 
+    def present(self, namespace: bytes, keys: Sequence[bytes]) -> list[bool]:
+        return [hit != MISS for hit in self._read(lambda book: book.lookup(namespace, keys))]
+
     def attach(self, space: Space) -> None:
         if not self._read(lambda book: book.is_attached(space)):
             self._write(lambda book: book.attach(space))

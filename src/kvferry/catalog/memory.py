@@ -80,6 +80,10 @@ class MemoryCatalog:
         hits = self.lookup(namespace, keys)
         return b"".join(PACKED_HIT.pack(*h.address, h.generation) if h else miss for h in hits)
 
+    def present(self, namespace: bytes, keys: Sequence[bytes]) -> list[bool]:
+        with self._use() as book:
+            return book.present(namespace, keys)
+
     def reserve(self, namespace: bytes, count: int, lease_s: float) -> list[Slot]:
         with self._use() as book:
             return book.reserve(namespace, count, lease_s)

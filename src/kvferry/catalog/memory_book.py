@@ -126,6 +126,9 @@ class MemoryBook:
         self._counts["hit"] += sum(page is not None for page in pages)
         return [page and Hit(page.address, page.generation) for page in pages]
 
+    def present(self, namespace: bytes, keys: Sequence[bytes]) -> list[bool]:
+        return [(namespace, key) in self._pages for key in keys]
+
     def touch(self, namespace: bytes, keys: Sequence[bytes]) -> None:
         for key in keys:
             self._lift(namespace, key, 1, is_use=True)

@@ -201,13 +201,19 @@ class ValkeyCatalog:
         ]
 
     def lookup_packed(self, namespace: bytes, keys: Sequence[bytes]) -> bytes:
-        hits = b"".join(
-            self._read("lookup", namespace, b"".join(part))
-            for part in _parts(keys, LOOKUP_KEYS_MAX)
-        )
+        hits = self._hits(namespace, keys)
         miss_count = sum(map(MISS.__eq__, _each_hit(hits)))
         self._counts.add(namespace, len(keys), len(keys) - miss_count)
         return hits
+
+    def present(self, namespace: bytes, keys: Sequence[bytes]) -> list[bool]:
+        return [hit != MISS for hit in _each_hit(self._hits(namespace, keys))]
+
+    def _hits(self, namespace: bytes, keys: Sequence[bytes]) -> bytes:
+        return b"".join(
+            self._read("lookup", namespace, b"".join(part))
+            for part in _parts(keys, LOOKUP_KEYS_MAX)
+        )
 
     def attach(self, space: Space) -> None:
         sizes = records.pack_sizes(space)

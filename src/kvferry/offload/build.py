@@ -24,6 +24,7 @@ from kvferry.device.staging import Staging, memory_from
 from kvferry.errors import ConfigError, IncompatibleError
 from kvferry.metrics import Metrics
 from kvferry.offload.base import Identity, LocalPart
+from kvferry.offload.scheduler.announcer import Describe
 from kvferry.offload.scheduler.planner import Planner
 from kvferry.offload.space.growth import PATIENCE_S, Growth
 from kvferry.offload.space.recovery import recover
@@ -183,8 +184,15 @@ class _Tenure:
             self._ownership.release()
 
 
-def open_planner(config: Config, clock: Clock, metrics: Metrics, rank_count: int) -> Planner:
-    """The scheduler half, open and running. `Planner.close` closes all that was opened here."""
+def open_planner(
+    config: Config,
+    clock: Clock,
+    metrics: Metrics,
+    rank_count: int,
+    describe: Describe | None = None,
+) -> Planner:
+    """The scheduler half, open and running. `describe`: for `Planner.take_events`. `Planner.close`
+    closes all that was opened here."""
     backends = Backends(config, clock, metrics)
     tenure = _Tenure(config, clock, backends)
     files = Runner(clock)
@@ -201,6 +209,7 @@ def open_planner(config: Config, clock: Clock, metrics: Metrics, rank_count: int
         _native.chain_keys,
         rank_count,
         may_reserve=lambda: tenure.is_held,
+        describe=describe,
         closers=(
             lambda: backends.runner.submit(tenure.end, CLOSE_S),
             lambda: files.close(CLOSE_S),

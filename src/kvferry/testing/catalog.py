@@ -226,6 +226,17 @@ class CatalogSuite(CatalogFixtures):
         driver.store([key("x")], B)
         assert driver.present([key("x")], A) == [True]
 
+    def test_whether_pages_are_there_is_no_lookup(self, driver, catalog):
+        driver.grow()
+        driver.store(chain("x", 2))
+        asked = [key("other"), *chain("x", 2)]
+        before = catalog.stats()
+        assert catalog.present(A.namespace, asked) == [False, True, True]
+        assert catalog.present(B.namespace, asked) == 3 * [False]
+        assert catalog.present(A.namespace, []) == []
+        catalog.sweep()
+        assert catalog.stats() == before
+
     def test_lookups_and_hits_are_counted(self, driver, catalog):
         driver.grow()
         driver.store(chain("x", 3))

@@ -27,7 +27,17 @@ class CatalogFault(Enum):
     STALE = "stale"  # lookup: as of an earlier time
 
 
-REPEATABLE = ("attach", "lookup", "lookup_packed", "touch", "commit", "abort", "evict", "grown")
+REPEATABLE = (
+    "attach",
+    "lookup",
+    "lookup_packed",
+    "present",
+    "touch",
+    "commit",
+    "abort",
+    "evict",
+    "grown",
+)
 """Verbs that may arrive twice: what a transport that retries would do."""
 
 

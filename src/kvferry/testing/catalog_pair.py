@@ -142,6 +142,7 @@ class Pair:
         namespace, keys = SPACES[space].namespace, path_keys(path)
         self._both("lookup", namespace, keys)
         self._both("lookup_packed", namespace, keys)
+        self._both("present", namespace, keys)
         self._both("hottest", namespace, 4)
 
     def evict(self, space: int, path: Sequence[int]) -> None:

@@ -1,5 +1,6 @@
 """`FerryStoreConnector`: what the offload connector has beyond `base`."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -10,7 +11,7 @@ from kvferry.clock import Clock, SystemClock
 from kvferry.config import Config, decode
 from kvferry.offload.base import Identity
 from kvferry.offload.build import open_planner
-from kvferry.vllm_plugin import refusals, sharing, stats, versions
+from kvferry.vllm_plugin import events, refusals, sharing, stats, versions
 from kvferry.vllm_plugin.base import FerryConnector
 from kvferry.vllm_plugin.facade import SchedulerSide, WorkerSide
 from kvferry.vllm_plugin.messages import StepMetadata
@@ -56,7 +57,9 @@ class FerryStoreConnector(FerryConnector):
 
     def _open_scheduler(self, config: Config, clock: Clock) -> SchedulerSide:
         rank_count = self._vllm_config.parallel_config.world_size
-        planner = open_planner(config, clock, self._metrics, rank_count)
+        describe = events.of_engine(self._vllm_config, self._kv_cache_config)
+        self._tells_events = describe is not None
+        planner = open_planner(config, clock, self._metrics, rank_count, describe)
         groups = self._kv_cache_config.kv_cache_groups
         shared = sharing.of_engine(self._vllm_config)
         for reason in shared.reasons():
@@ -112,6 +115,9 @@ class FerryStoreConnector(FerryConnector):
         """Blocks are free at once: the fence protects what is still gathered."""
         self._scheduler.finished(request, block_ids)
         return False, None
+
+    def take_events(self) -> Iterable[Any]:
+        return self._scheduler.take_events() if self._tells_events else ()
 
     def reset_cache(self) -> bool:
         self._scheduler.reset()

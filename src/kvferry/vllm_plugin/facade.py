@@ -105,6 +105,9 @@ class SchedulerSide:
     def reset(self) -> None:
         self._edge.call(self._role.reset, otherwise=None)
 
+    def take_events(self) -> list[Any]:
+        return self._edge.call(self._role.take_events, otherwise=[])
+
     def close(self) -> None:
         self._edge.call(self._role.close, otherwise=None)
 

@@ -53,7 +53,7 @@ class EngineRequest:
         self.tokens: Sequence[int] = request.all_token_ids
         self.is_cacheable = _may_be_shared(request, sharing)
         self.is_readable: bool = not request.skip_reading_prefix_cache
-        self._request = request
+        self.engine_request = self._request = request
         self._is_plain = not request.mm_features and request.prompt_embeds is None
         self._adapters = adapters
         self._adapter: bytes | None = None

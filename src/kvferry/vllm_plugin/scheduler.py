@@ -121,5 +121,8 @@ class SchedulerRole:
     def reset(self) -> None:
         self._planner.reset()
 
+    def take_events(self) -> list[Any]:
+        return self._planner.take_events()
+
     def close(self) -> None:
         self._planner.close()

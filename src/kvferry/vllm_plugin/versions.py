@@ -19,9 +19,11 @@ from typing import Any
 
 import vllm
 from vllm.config import get_layers_from_vllm_config
+from vllm.distributed import kv_events
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as connector_base
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.core import kv_cache_utils
 
 from kvferry.errors import ConfigError
 from kvferry.offload.base import Tables
@@ -97,6 +99,26 @@ def rewritten_blocks(scheduler_output: Any) -> Sequence[int]:
     if not (copies or zeroed):
         return ()
     return [*(copy.dst_block_id for copy in copies or ()), *(zeroed or ())]
+
+
+def event_hash(block_hash: bytes) -> Any:
+    """A block's hash as KV events have it: bytes, or a number where vLLM was told so."""
+    return kv_cache_utils.maybe_convert_block_hash(block_hash)
+
+
+def block_stored(**fields: Any) -> Any:
+    """A KV event, with those of the fields that this version has."""
+    return _event(kv_events.BlockStored, fields)
+
+
+def block_removed(**fields: Any) -> Any:
+    """As `block_stored`."""
+    return _event(kv_events.BlockRemoved, fields)
+
+
+def _event(kind: Any, fields: dict[str, Any]) -> Any:
+    known = kind.__struct_fields__
+    return kind(**{name: value for name, value in fields.items() if name in known})
 
 
 class BlockTable:

@@ -14,6 +14,7 @@ One thread: the scheduler's. The catalog and the page store are touched by the r
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from kvferry.catalog.base import Catalog
 from kvferry.catalog.runner import Runner
@@ -23,6 +24,7 @@ from kvferry.errors import IncompatibleError
 from kvferry.metrics import Metrics
 from kvferry.offload.base import Load, Plan, Report, Request, Step, Store, Tables
 from kvferry.offload.scheduler.agreement import Agreement
+from kvferry.offload.scheduler.announcer import Announcer, Describe
 from kvferry.offload.scheduler.cost import PREFILL_TOKENS_MIN, CostModel
 from kvferry.offload.scheduler.due import Due
 from kvferry.offload.scheduler.lookup import Hasher
@@ -48,7 +50,8 @@ UNHASHED_STEPS = 32
 
 class Planner:
     """See the module. `facts`: what the opened page store said. `may_reserve`: whether the catalog
-    still owns the store's slots. `closers` run in order at `close`."""
+    still owns the store's slots. `describe`: what is told of what is stored; None: nothing is.
+    `closers` run in order at `close`."""
 
     def __init__(
         self,
@@ -63,6 +66,7 @@ class Planner:
         hasher: Hasher,
         rank_count: int,
         may_reserve: Callable[[], bool] = lambda: True,
+        describe: Describe | None = None,
         closers: Sequence[Callable[[], None]] = (),
     ):
         self._config = config
@@ -74,7 +78,13 @@ class Planner:
         self._matcher = Matcher(
             config, clock, metrics, catalog, runner, hasher, self._cost, self._quarantine
         )
-        self._stores = StorePlanner(hasher, metrics, self._quarantine, config.store_deadline_s)
+        self._announcer: Announcer | None = None
+        if describe is not None:
+            ended_s = 2 * config.store_deadline_s  # written, and committed
+            self._announcer = Announcer(catalog, clock, metrics, describe, ended_s)
+        self._stores = StorePlanner(
+            hasher, metrics, self._quarantine, config.store_deadline_s, self._announcer
+        )
         room = Room(catalog, pages, facts, growth, metrics)
         self._supply = Supply(config, clock, metrics, facts, runner, room, may_reserve)
         self._origins = Origins()
@@ -216,6 +226,8 @@ class Planner:
         self._late_stores = []
         self._origins.forget()
         self._supply.give_back()
+        if self._announcer is not None:
+            self._announcer.forget()
         name, self._weights_name = self._weights_name, None
         self._agreement.rename(name.encode() if name else self._clock.random_bytes(32))
         for record in self._records.values():
@@ -236,8 +248,15 @@ class Planner:
             close()
 
     def tend(self) -> None:
-        """Ends leases and keeps room ahead of need. On the runner's thread, every second."""
+        """Ends leases, keeps room ahead of need, and finds out what there is to tell. On the
+        runner's thread, every second."""
         self._supply.tend()
+        if self._announcer is not None:
+            self._announcer.review()
+
+    def take_events(self) -> list[Any]:
+        """What there is to tell of the store since the last call, in order: see `announcer`."""
+        return self._announcer.take() if self._announcer is not None else []
 
     def is_idle(self) -> bool:
         """Nothing is left but the reservation pool."""

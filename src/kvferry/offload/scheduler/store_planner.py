@@ -12,6 +12,7 @@ from kvferry.keys import DIGEST_BYTES
 from kvferry.metrics import Metrics
 from kvferry.offload.base import SLOT, Part, Request, Span, Store, Tables
 from kvferry.offload.chunks import NULL_BLOCK
+from kvferry.offload.scheduler.announcer import Announcer
 from kvferry.offload.scheduler.lookup import Hasher, chunk_keys, rows
 from kvferry.offload.scheduler.quarantine import Quarantine
 from kvferry.offload.scheduler.record import Chain, Record
@@ -25,11 +26,19 @@ another request with the same prefix does not store them again."""
 class StorePlanner:
     """`store_s`: how long a store may take: slots with less of their lease left are not used."""
 
-    def __init__(self, hasher: Hasher, metrics: Metrics, quarantine: Quarantine, store_s: float):
+    def __init__(
+        self,
+        hasher: Hasher,
+        metrics: Metrics,
+        quarantine: Quarantine,
+        store_s: float,
+        announcer: Announcer | None = None,
+    ):
         self._hasher = hasher
         self._metrics = metrics
         self._quarantine = quarantine
         self._store_s = store_s
+        self._announcer = announcer
         self._parts: tuple[Part, ...] = ()
         self._recent: dict[bytes, float] = {}  # oldest first
         self.pools: list[SlotPool] = []
@@ -66,10 +75,20 @@ class StorePlanner:
             if full > chain.next_store:
                 if full > len(chain.keys):
                     self._extend_keys(record.request, part, chain, full)
-                stores += self._plan_part(chain, index, full, tables[part.group_index], now_s)
+                planned = self._plan_part(chain, index, full, tables[part.group_index], now_s)
+                stores += planned
+                if planned and self._announcer is not None:
+                    self._announce(record.request, part, chain, planned)
             boundaries.append((chain.next_store + 1) * part.chunk_tokens)
         record.next_boundary = min(boundaries, default=0)  # without: the prompt is not hashed yet
         return stores
+
+    def _announce(
+        self, request: Request, part: Part, chain: Chain, planned: Sequence[Store]
+    ) -> None:
+        for span in (store.span for store in planned):
+            keys = chain.keys[span.first_chunk : span.first_chunk + len(span)]
+            self._announcer.plan(request, part, span.first_chunk, keys)
 
     def _extend_keys(self, request: Request, part: Part, chain: Chain, full: int) -> None:
         known = len(chain.keys)

@@ -21,6 +21,7 @@ from kvferry.testing.world.scheduler import Scheduler, Step
 from kvferry.testing.world.shape import Setup
 from kvferry.testing.world.sibling import Sibling
 from kvferry.testing.world.storage import Storage
+from kvferry.testing.world.told import Told
 
 TEND_S = 0.1
 
@@ -51,6 +52,7 @@ class Engine:
         self.runner = Runner(clock, self.metrics, backoff_s=0.02, backoff_max_s=0.1)
         make_files = chance.choice([PromptRunner, PromptRunner, PromptRunner, Runner])
         self.files = make_files(clock, backoff_s=0.02, backoff_max_s=0.1)
+        self.told = Told(name, storage)
         self.planner = self._open_planner()
         self.sibling = Sibling(chance, setup.sibling_chance)
         self.scheduler = Scheduler(
@@ -82,6 +84,7 @@ class Engine:
             growth,
             self._storage.meanings.hasher,
             self.setup.rank_count,
+            describe=self.told.describe,
             closers=(lambda: self.runner.close(1.0), lambda: self.files.close(1.0), pages.close),
         )
         self.runner.periodic(planner.tend, TEND_S)
@@ -157,6 +160,7 @@ class Engine:
             for report in reports[1:]:
                 merged = merged.merge(report)
             self.planner.receive(merged)
+        self.told.hear(self.planner.take_events())
         for rank_index, finished, _ in results:
             self.scheduler.loads_ended(rank_index, finished)
 
@@ -205,7 +209,10 @@ class Engine:
         self.planner.close()
 
     def check_rest(self) -> None:
-        """Nothing is left."""
+        """Nothing is left, and what was told is so."""
+        self.planner.tend()
+        self.told.hear(self.planner.take_events())
+        self.told.check()
         if self.pool.used_blocks:
             raise Failed("c", f"{self.name}: blocks {self.pool.used_blocks} were not freed")
         for rank in self.ranks:
