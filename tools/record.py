@@ -27,8 +27,9 @@ def header(command: list[str]) -> str:
 
 
 def main(target: str, command: list[str]) -> int:
+    about = header(command)  # before the file that is there differs from the committed one
     with Path(target).open("w") as file:
-        file.write(header(command))
+        file.write(about)
         file.flush()
         running = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
