@@ -268,10 +268,12 @@ class FaultyPages:
         extent, fault = operation.extent, operation.fault
         if fault is Fault.TORN:
             operation.before = self._extent_bytes(extent)
-        submit = self.inner.submit_writes if operation.is_write else self.inner.submit_reads
         operation.twin_count = 2 if fault is Fault.DUPLICATE and not operation.is_write else 1
-        for _ in range(operation.twin_count):
-            self._running[submit([extent])] = operation
+        self._submit_inner(operation)
+
+    def _submit_inner(self, operation: _Operation) -> None:
+        submit = self.inner.submit_writes if operation.is_write else self.inner.submit_reads
+        self._running[submit([operation.extent])] = operation
 
     def _refusal(self, operation: _Operation) -> Result | None:
         """The result of an operation that fails without being tried."""
@@ -301,6 +303,8 @@ class FaultyPages:
                 operation.result = result
             if operation.twin_count == 0:
                 self._deliver(operation, operation.result)
+            else:  # one after the other: the buffer is one operation's at a time
+                self._submit_inner(operation)
 
     def _deliver(self, operation: _Operation, result: Result) -> None:
         fault, is_ok = operation.fault, result.outcome is Outcome.OK
