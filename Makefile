@@ -24,7 +24,7 @@ help:
 	@echo "make test-fast  the tests that need neither vLLM nor a compiler, in a minute"
 	@echo "make test-all   everything, the slow ones as well; keeps benchmarks/test-all.txt"
 	@echo "make test-version VLLM=0.28.0  the tests that need vLLM, on another version of it"
-	@echo "make sanitize the native tests under AddressSanitizer and ThreadSanitizer, half an hour"
+	@echo "make sanitize the native tests under AddressSanitizer and ThreadSanitizer, some minutes"
 	@echo "make bench      measurements; keeps them under benchmarks/"
 	@echo "make lint       style"
 	@echo "make docs       writes the generated pages again"
