@@ -1,4 +1,4 @@
-"""One Valkey server for the tests of a session that need one."""
+"""Valkey servers: one that tests share, and one for each test that does something to it."""
 
 import pytest
 
@@ -18,3 +18,12 @@ def empty_server(valkey_server):
     """The same server, with nothing in it."""
     valkey_server.say("FLUSHALL")
     return valkey_server
+
+
+@pytest.fixture
+def server(tmp_path):
+    """What it said is on disk: else reservations that it forgets have two owners."""
+    server = ServerProcess(tmp_path / "server", "appendfsync always")
+    server.start()
+    yield server
+    server.kill()

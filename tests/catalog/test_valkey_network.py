@@ -26,14 +26,6 @@ NOWHERE = ("127.0.0.1", 1)
 
 
 @pytest.fixture
-def server(tmp_path):
-    server = ServerProcess(tmp_path / "server", "appendfsync always")
-    server.start()
-    yield server
-    server.kill()
-
-
-@pytest.fixture
 def authority():
     return trustme.CA()
 

@@ -6,7 +6,6 @@ import pytest
 
 from kvferry.catalog.open import open_url
 from kvferry.catalog.snapshot import check_invariants
-from kvferry.testing.valkey import ServerProcess
 from tests.catalog.crowd import CLOCK, Crowd, check_rest, live_together
 from tests.catalog.slot_worker import (
     CAPACITY_BYTES,
@@ -15,15 +14,6 @@ from tests.catalog.slot_worker import (
     SEGMENTS_MAX,
     STORE,
 )
-
-
-@pytest.fixture
-def lasting_server(tmp_path):
-    """What it said is on disk: else reservations that it forgets have two owners."""
-    server = ServerProcess(tmp_path / "server", "appendfsync always")
-    server.start()
-    yield server
-    server.kill()
 
 
 def test_no_slot_has_two_owners_whoever_is_killed(tmp_path, empty_server):
@@ -50,8 +40,8 @@ def server_dies(folder, server, kill_count, worker_count=3):
     catalog.close()
 
 
-def test_no_slot_has_two_owners_when_the_server_is_killed(tmp_path, lasting_server):
-    server_dies(tmp_path, lasting_server, kill_count=3)
+def test_no_slot_has_two_owners_when_the_server_is_killed(tmp_path, server):
+    server_dies(tmp_path, server, kill_count=3)
 
 
 @pytest.mark.slow
@@ -61,5 +51,5 @@ def test_no_slot_ever_has_two_owners(tmp_path, empty_server, seed):
 
 
 @pytest.mark.slow
-def test_no_slot_ever_has_two_owners_whatever_the_server_does(tmp_path, lasting_server):
-    server_dies(tmp_path, lasting_server, kill_count=30, worker_count=8)
+def test_no_slot_ever_has_two_owners_whatever_the_server_does(tmp_path, server):
+    server_dies(tmp_path, server, kill_count=30, worker_count=8)

@@ -13,7 +13,6 @@ from kvferry.catalog.valkey_library import Library, library
 from kvferry.catalog.valkey_link import Link
 from kvferry.clock import SystemClock
 from kvferry.errors import ConfigError, UnavailableError
-from kvferry.testing.valkey import ServerProcess
 
 STORE = b"s" * 16
 SEGMENT_BYTES = 1 << 20
@@ -21,14 +20,6 @@ CAPACITY_BYTES = 4 * SEGMENT_BYTES
 SPACE = Space(b"n" * 32, 8, 4096, slice_count=1, chunk_tokens=16, description="")
 CLOCK = SystemClock()
 CALL_S = 0.5
-
-
-@pytest.fixture
-def server(tmp_path):
-    server = ServerProcess(tmp_path / "server", "appendfsync always")
-    server.start()
-    yield server
-    server.kill()
 
 
 def make(server, call_s: float = CALL_S) -> ValkeyCatalog:
