@@ -125,33 +125,41 @@ class Agent:
     def drop_table(self, table: Handle) -> None:
         self._call(self._agent.release_dlist_handle, table)
 
-    def make_read(
-        self, target: Handle, target_indices: array, source: Handle, source_indices: array
+    def make_post(
+        self,
+        operation: str,
+        mine: Handle,
+        own_indices: array,
+        theirs: Handle,
+        their_indices: array,
+        notice: bytes = b"",
     ) -> Handle:
+        """`operation`: READ or WRITE. `notice` arrives there after all its bytes."""
         as_numbers = self._numpy.frombuffer
         return self._call(
             self._agent.make_prepped_xfer,
-            "READ",
-            target,
-            as_numbers(target_indices, dtype=self._numpy.int32),
-            source,
-            as_numbers(source_indices, dtype=self._numpy.int32),
+            operation,
+            mine,
+            as_numbers(own_indices, dtype=self._numpy.int32),
+            theirs,
+            as_numbers(their_indices, dtype=self._numpy.int32),
+            notice,
         )
 
-    def backend(self, read: Handle) -> str:
+    def backend(self, post: Handle) -> str:
         """Which one NIXL took for it."""
-        return self._call(self._agent.query_xfer_backend, read)
+        return self._call(self._agent.query_xfer_backend, post)
 
-    def begin(self, read: Handle) -> str:
+    def begin(self, post: Handle) -> str:
         """Posts it. DONE, or not yet."""
-        return self._call(self._agent.transfer, read)
+        return self._call(self._agent.transfer, post)
 
-    def state(self, read: Handle) -> str:
-        return self._call(self._agent.check_xfer_state, read)
+    def state(self, post: Handle) -> str:
+        return self._call(self._agent.check_xfer_state, post)
 
-    def drop_read(self, read: Handle) -> None:
+    def drop_post(self, post: Handle) -> None:
         """Only of one that has ended: this does not stop it."""
-        self._call(self._agent.release_xfer_handle, read)
+        self._call(self._agent.release_xfer_handle, post)
 
     def send(self, peer: str, content: bytes) -> None:
         self._call(self._agent.send_notif, peer, content)

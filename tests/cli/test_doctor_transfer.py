@@ -161,15 +161,15 @@ def test_ucx_that_says_nothing_is_a_warning():
 
 
 class Losing(Prompt):
-    def read(self, reader, peer):
+    def moves(self, poster, peer):
         return Motion.LOSE
 
 
 class LyingLink(MemoryLink):
-    """Says that reads are done, and brings nothing."""
+    """Says that reads are done, and brings one piece of each."""
 
     def post(self, peer, target, target_indices, source, source_indices):
-        return super().post(peer, target, target_indices, target, target_indices)
+        return super().post(peer, target, target_indices[:1], source, source_indices[:1])
 
 
 def measured(fabric, reader=MemoryLink):

@@ -41,10 +41,14 @@ class Script:
 
     def __init__(self):
         self.motion = Motion.END
+        self.may_stray = False
         self.mute = set()
 
-    def read(self, reader, peer):
+    def moves(self, poster, peer):
         return self.motion
+
+    def strays(self):
+        return self.may_stray
 
     def letters(self, sender, receiver):
         return 0 if sender in self.mute else 1

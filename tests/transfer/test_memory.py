@@ -14,10 +14,14 @@ class Script:
 
     def __init__(self):
         self.motion = Motion.END
+        self.may_stray = False
         self.count = 1
 
-    def read(self, reader, peer):
+    def moves(self, poster, peer):
         return self.motion
+
+    def strays(self):
+        return self.may_stray
 
     def letters(self, sender, receiver):
         return self.count
@@ -49,7 +53,7 @@ class TestMemoryLink(LinkSuite):
         peer.link.poll()
         assert reader.piece(0) == b"late" * 16
         self.script.motion = Motion.END
-        assert [event.read for event in reader.link.poll()] == [number]
+        assert [event.post for event in reader.link.poll()] == [number]
 
     def test_a_read_takes_what_is_there_when_it_comes_by(self, reader, peer):
         """Blocks that were freed and filled again in the middle of a read: half and half."""
@@ -62,6 +66,17 @@ class TestMemoryLink(LinkSuite):
         (event,) = reader.link.poll()
         assert event.ending is Ending.DONE
         assert {reader.piece(index)[:1] for index in range(10)} == {b"a", b"b"}
+
+    def test_a_write_that_was_lost_may_land_later(self, ends, reader, peer):
+        """In what somebody else has by then: who trusts an ending is wrong some day."""
+        self.script.motion = Motion.LOSE
+        reader.buffer.view[:64] = b"late" * 16
+        assert self.write(ends, [1], [0], b"done") is Ending.LOST
+        peer.buffer.view[64:128] = b"#" * 64
+        self.script.may_stray = True
+        peer.link.poll()
+        assert peer.piece(1) == b"late" * 16
+        assert peer.messages == []
 
     def test_a_peer_is_not_forgotten_while_a_read_is_out(self, ends, reader, peer):
         self.script.motion = Motion.WAIT

@@ -48,11 +48,14 @@ class Weather:
         self._chance = Chance(1)
         self.is_calm = False
 
-    def read(self, reader, peer):
+    def moves(self, poster, peer):
         number = 0 if self.is_calm else self._chance.randint(0, 999)
         if number == 999:
             return Motion.LOSE
         return Motion.END if number < 50 else Motion.WAIT
+
+    def strays(self):
+        return True
 
     def letters(self, sender, receiver):
         return 1

@@ -20,7 +20,7 @@ from typing import Any
 from kvferry.clock import Clock, SystemClock
 from kvferry.config import child_environment
 from kvferry.errors import UnavailableError
-from kvferry.transfer.base import Ending, Range, ReadEnded, Stride
+from kvferry.transfer.base import Ending, Range, PostEnded, Stride
 
 MEMORY_BYTES = 64 << 20
 PIECE_BYTES = (MEMORY_BYTES, 1 << 20, 256 << 10, 64 << 10, 16 << 10)
@@ -87,7 +87,7 @@ class Pair:
         while True:
             self._peer.poll()
             for event in self._reader.poll():
-                if isinstance(event, ReadEnded):
+                if isinstance(event, PostEnded):
                     if event.ending is not Ending.DONE:
                         raise UnavailableError("bench.read", f"a read failed: {event.reason}")
                     return MEMORY_BYTES / (self._clock.now_s() - started_s)

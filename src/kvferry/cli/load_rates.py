@@ -26,7 +26,7 @@ from kvferry.device.staging import host_memory
 from kvferry.errors import UnavailableError
 from kvferry.layout import Region
 from kvferry.metrics import Metrics
-from kvferry.transfer.base import Ending, Indices, Range, ReadEnded, Stride
+from kvferry.transfer.base import Ending, Indices, Range, PostEnded, Stride
 from kvferry.transfer.compatibility import Compatibility
 from kvferry.transfer.halves import ConsumerPlan, Hold, Load, ProducerPlan, Watch
 from kvferry.transfer.handshake import Listener
@@ -241,7 +241,7 @@ class Whole:
         self._link.post(self._name, self._target, first, self._source, first)
         while self._clock.now_s() < started_s + PATIENCE_S:
             for event in self._link.poll():
-                if isinstance(event, ReadEnded) and event.ending is Ending.DONE:
+                if isinstance(event, PostEnded) and event.ending is Ending.DONE:
                     return self._clock.now_s() - started_s
         raise UnavailableError("bench.read", f"not read within {PATIENCE_S:.0f} s")
 

@@ -14,7 +14,7 @@ import msgspec
 from kvferry._nixl import HOST, Agent
 from kvferry.clock import Clock, SystemClock
 from kvferry.errors import CorruptError, Error, UnavailableError
-from kvferry.transfer.base import Ending, Link, Range, ReadEnded, Stride
+from kvferry.transfer.base import Ending, Link, Range, PostEnded, Stride
 from kvferry.transfer.nixl_link import NixlLink
 
 BACKEND = "UCX"
@@ -86,11 +86,11 @@ class Ends:
             raise CorruptError("doctor.read", "what was read is not what was there")
         return len(content) / duration_s
 
-    def _wait(self, give_up_s: float) -> ReadEnded | None:
+    def _wait(self, give_up_s: float) -> PostEnded | None:
         while self._clock.now_s() < give_up_s:
             self._peer.poll()
             for event in self._reader.poll():
-                if isinstance(event, ReadEnded):
+                if isinstance(event, PostEnded):
                     return event
         return None
 

@@ -12,7 +12,7 @@ from kvferry.clock import SystemClock
 from kvferry.errors import ClosedError, IncompatibleError, UnavailableError
 from kvferry.testing.clock import Chance
 from kvferry.testing.staging import Buffer
-from kvferry.transfer.base import Ending, Event, Indices, Link, Message, Range, ReadEnded, Stride
+from kvferry.transfer.base import Ending, Event, Indices, Link, Message, Range, PostEnded, Stride
 
 ROUNDS = 20_000
 MEMORY_BYTES = 1 << 20
@@ -40,7 +40,7 @@ class End:
 
     @property
     def endings(self) -> dict[int, Ending]:
-        return {e.read: e.ending for e in self.events if isinstance(e, ReadEnded)}
+        return {e.post: e.ending for e in self.events if isinstance(e, PostEnded)}
 
     def stride(self, piece_bytes: int = PIECE_BYTES, first: int = 0) -> Stride:
         """All of the memory from piece `first` on, in pieces."""
@@ -88,6 +88,16 @@ class LinkSuite:
             reader.link.table(None, [reader.stride()]),
             reader.link.table(name, [peer.stride()]),
         )
+
+    def write(self, ends: list[End], targets: list[int], sources: list[int], notice=b"") -> Ending:
+        """As `read`, the other way."""
+        reader, peer = ends
+        name, mine, theirs = self.tables(reader, peer)
+        number = reader.link.post(
+            name, theirs, Indices("i", targets), mine, Indices("i", sources), notice
+        )
+        self.until(ends, lambda: number in reader.endings)
+        return reader.endings[number]
 
     def read(self, ends: list[End], targets: list[int], sources: list[int]) -> Ending:
         reader, peer = ends
@@ -138,7 +148,7 @@ class LinkSuite:
         self.until(ends, lambda: reader.endings.keys() >= set(numbers))
         for _ in range(20):
             reader.events += reader.link.poll()
-        assert len([e for e in reader.events if isinstance(e, ReadEnded)]) == 50
+        assert len([e for e in reader.events if isinstance(e, PostEnded)]) == 50
 
     @pytest.mark.parametrize(
         ("targets", "sources"), [([], []), ([1, 2], [1]), ([1], [1 << 20]), ([-1], [1])]
@@ -151,6 +161,49 @@ class LinkSuite:
         reader.link.disconnect(name)
         one = Indices("i", [1])
         number = reader.link.post(name, mine, one, theirs, one)
+        self.until(ends, lambda: number in reader.endings)
+        assert reader.endings[number] is Ending.REFUSED
+
+    def test_a_write_brings_the_pieces_that_it_names(self, ends, reader, peer):
+        reader.buffer.view[:] = Chance(3).randbytes(MEMORY_BYTES)
+        before = bytes(peer.buffer.view[: 200 * PIECE_BYTES])
+        targets, sources = [5, 6, 7, 100, 3, 40], [9, 10, 11, 2, 1, 4000]
+        assert self.write(ends, targets, sources, b"they are there") is Ending.DONE
+        self.until(ends, lambda: bool(peer.messages))
+        for target, source in zip(targets, sources, strict=True):
+            assert peer.piece(target) == reader.piece(source)
+        for index in set(range(200)) - set(targets):
+            assert peer.piece(index) == before[index * PIECE_BYTES : (index + 1) * PIECE_BYTES]
+
+    def test_a_notice_comes_after_all_bytes_of_its_write(self, ends, reader, peer):
+        """Whoever hears it looks at them at once."""
+        size_bytes = MEMORY_BYTES // 2
+        name = reader.link.connect(peer.link.describe([peer.memory]))
+        mine = reader.link.table(None, [reader.stride(size_bytes)])
+        theirs = reader.link.table(name, [peer.stride(size_bytes)])
+        for number in range(20):
+            reader.buffer.view[:] = bytes([number]) * MEMORY_BYTES
+            post = reader.link.post(
+                name, theirs, Indices("i", [1]), mine, Indices("i", [0]), bytes([number]) * 300
+            )
+            self.until(ends, lambda n=number: len(peer.messages) == n + 1)
+            assert peer.messages[-1].content == bytes([number]) * 300
+            assert peer.messages[-1].sender == reader.link.name
+            assert bytes(peer.buffer.view[size_bytes:]) == bytes([number]) * size_bytes
+            self.until(ends, lambda p=post: p in reader.endings)
+            assert reader.endings[post] is Ending.DONE
+
+    @pytest.mark.parametrize(
+        ("targets", "sources"), [([], []), ([1, 2], [1]), ([1], [1 << 20]), ([-1], [1])]
+    )
+    def test_a_write_that_names_nonsense_is_refused(self, ends, targets, sources):
+        assert self.write(ends, targets, sources) is Ending.REFUSED
+
+    @pytest.mark.parametrize("is_own", [True, False])
+    def test_between_two_tables_of_one_side_nothing_moves(self, ends, reader, peer, is_own):
+        name, mine, theirs = self.tables(reader, peer)
+        table, one = mine if is_own else theirs, Indices("i", [1])
+        number = reader.link.post(name, table, one, table, Indices("i", [2]))
         self.until(ends, lambda: number in reader.endings)
         assert reader.endings[number] is Ending.REFUSED
 

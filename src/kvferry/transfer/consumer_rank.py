@@ -21,7 +21,7 @@ from kvferry.clock import Clock
 from kvferry.device.staging import Allocate, Staging, host_memory
 from kvferry.errors import UnavailableError
 from kvferry.metrics import Metrics
-from kvferry.transfer.base import Link, ReadEnded
+from kvferry.transfer.base import Link, PostEnded
 from kvferry.transfer.claims import Claims, Transfer
 from kvferry.transfer.halves import ConsumerPlan, Finished, Report
 from kvferry.transfer.messages import Body, Grant
@@ -190,7 +190,7 @@ class ConsumerRank:
         if isinstance(body, Grant):
             self._claims.take(body)
 
-    def read_ended(self, event: ReadEnded) -> None:
+    def post_ended(self, event: PostEnded) -> None:
         with self._lock:
             chunk = self._reads.take(event)
         if chunk is None:

@@ -1,7 +1,7 @@
 """The readable link: ends in one process, over memory that the fabric copies piece by piece.
 
-It has the manners of remote memory: a read takes what is there when it gets to a piece, asks
-nobody, goes on while its poster looks elsewhere (any end's `poll` moves all reads), and ends when
+It has the manners of remote memory: a post takes what is there when it gets to a piece, asks
+nobody, goes on while its poster looks elsewhere (any end's `poll` moves all of them), and ends when
 the schedule says so. `Prompt` does everything at once; tests pass schedules of their own.
 """
 
@@ -24,25 +24,28 @@ from kvferry.transfer.base import (
     Indices,
     Message,
     Range,
-    ReadEnded,
+    PostEnded,
     Stride,
 )
 
 
 class Motion(Enum):
-    """What a read does next."""
+    """What a read or write does next."""
 
     WAIT = "wait"
     COPY_SOME = "copy_some"  # half of what is left, at least one piece
     COPY_ALL = "copy_all"  # but it does not say so yet
     END = "end"
-    LOSE = "lose"
+    LOSE = "lose"  # a write goes on all the same, whenever `strays` says so
 
 
 class Schedule(Protocol):
     """Asked whenever something could happen."""
 
-    def read(self, reader: str, peer: str) -> Motion: ...
+    def moves(self, poster: str, peer: str) -> Motion: ...
+
+    def strays(self) -> bool:
+        """Whether what is left of a write that was lost lands now."""
 
     def letters(self, sender: str, receiver: str) -> int | None:
         """How often a message arrives now; 0: it is lost; None: it waits."""
@@ -51,8 +54,11 @@ class Schedule(Protocol):
 class Prompt:
     """Everything at once, nothing lost."""
 
-    def read(self, reader: str, peer: str) -> Motion:
+    def moves(self, poster: str, peer: str) -> Motion:
         return Motion.END
+
+    def strays(self) -> bool:
+        return True
 
     def letters(self, sender: str, receiver: str) -> int | None:
         return 1
@@ -60,14 +66,16 @@ class Prompt:
 
 class _Description(msgspec.Struct, frozen=True, array_like=True):
     name: str
-    readable: tuple[Range, ...]
+    reachable: tuple[Range, ...]
 
 
 @dataclass(slots=True)
-class _Read:
+class _Post:
     number: int
     peer: str
     moves: list[tuple[int, int, int]]  # target, source, bytes: those that are left
+    is_write: bool = False
+    notice: bytes = b""
     refusal: str = ""
 
 
@@ -98,6 +106,7 @@ class Fabric:
         self._ends: dict[str, MemoryLink] = {}
         self._letters: list[tuple[str, str, bytes]] = []
         self._cuts: set[frozenset[str]] = set()
+        self._strays: list[list[tuple[int, int, int]]] = []
 
     def join(self, end: "MemoryLink") -> None:
         self._ends[end.name] = end
@@ -131,42 +140,58 @@ class Fabric:
             elif receiver in self._ends:
                 self._ends[receiver].arrived += [Message(sender, content)] * count
         for end in list(self._ends.values()):
-            for read in list(end.reads.values()):
-                self._move(end, read)
+            for post in list(end.posts.values()):
+                self._move(end, post)
+        self._strays = [moves for moves in self._strays if not self._stray(moves)]
 
-    def _move(self, end: "MemoryLink", read: _Read) -> None:
-        if read.refusal:
-            end.end(read, Ending.REFUSED, read.refusal)
+    def _move(self, end: "MemoryLink", post: _Post) -> None:
+        if post.refusal:
+            end.end(post, Ending.REFUSED, post.refusal)
             return
-        if not self.is_alive(read.peer) or self.is_cut(end.name, read.peer):
-            end.end(read, Ending.LOST, "the peer is gone")
+        if not self.is_alive(post.peer) or self.is_cut(end.name, post.peer):
+            end.end(post, Ending.LOST, "the peer is gone")
             return
-        motion = self._schedule.read(end.name, read.peer)
+        motion = self._schedule.moves(end.name, post.peer)
         if motion is Motion.LOSE:
-            end.end(read, Ending.LOST, "lost")
+            if post.is_write:
+                self._strays.append(post.moves)
+            end.end(post, Ending.LOST, "lost")
         elif motion is not Motion.WAIT:
-            some = -(-len(read.moves) // 2)
-            count = some if motion is Motion.COPY_SOME else len(read.moves)
-            for target, source, length_bytes in read.moves[:count]:
-                ctypes.memmove(target, source, length_bytes)
-            del read.moves[:count]
+            some = -(-len(post.moves) // 2)
+            count = some if motion is Motion.COPY_SOME else len(post.moves)
+            _copy(post.moves[:count])
+            del post.moves[:count]
             if motion is Motion.END:
-                end.end(read, Ending.DONE)
+                if post.notice:
+                    self.send(end.name, post.peer, post.notice)
+                end.end(post, Ending.DONE)
+
+    def _stray(self, moves: list[tuple[int, int, int]]) -> bool:
+        """Lands what a lost write had left, into whatever is there by then."""
+        lands = self._schedule.strays()
+        if lands:
+            _copy(moves)
+        return lands
+
+
+def _copy(moves: Sequence[tuple[int, int, int]]) -> None:
+    for target, source, length_bytes in moves:
+        ctypes.memmove(target, source, length_bytes)
 
 
 class MemoryLink:
-    """One end. See `base` and the module. `arrived`, `reads`: the fabric's to change."""
+    """One end. See `base` and the module. `arrived`, `posts`: the fabric's to change."""
 
     def __init__(self, fabric: Fabric, clock: Clock):
         self._fabric = fabric
         self._clock = clock
         self._name = ""
         self._registered: list[Range] = []
-        self._readable: dict[str, tuple[Range, ...]] = {}  # by peer
+        self._reachable: dict[str, tuple[Range, ...]] = {}  # by peer
         self._tables: dict[int, _Table] = {}
         self._table_count = 0
-        self._read_count = 0
-        self.reads: dict[int, _Read] = {}
+        self._post_count = 0
+        self.posts: dict[int, _Post] = {}
         self.arrived: list[Event] = []
 
     @property
@@ -175,7 +200,7 @@ class MemoryLink:
 
     @property
     def transport(self) -> str:
-        return "memory" if self._read_count else "none"
+        return "memory" if self._post_count else "none"
 
     def open(self) -> None:
         self._name = self._clock.random_bytes(12).hex()
@@ -183,15 +208,15 @@ class MemoryLink:
 
     def close(self, timeout_s: float) -> bool:
         self._fabric.leave(self)
-        return not self.reads
+        return not self.posts
 
     def register(self, memory: Range) -> None:
         self._require_open()
         self._registered.append(memory)
 
-    def describe(self, readable: Sequence[Range] = ()) -> bytes:
+    def describe(self, reachable: Sequence[Range] = ()) -> bytes:
         self._require_open()
-        return msgspec.msgpack.encode(_Description(self._name, tuple(readable)))
+        return msgspec.msgpack.encode(_Description(self._name, tuple(reachable)))
 
     def connect(self, description: bytes) -> str:
         self._require_open()
@@ -199,23 +224,23 @@ class MemoryLink:
             peer = msgspec.msgpack.decode(description, type=_Description)
         except msgspec.MsgspecError as error:
             raise IncompatibleError("link.description", "no description of an end") from error
-        if peer.name not in self._readable:
+        if peer.name not in self._reachable:
             self._fabric.mend(self._name, peer.name)
-        self._readable[peer.name] = peer.readable
+        self._reachable[peer.name] = peer.reachable
         return peer.name
 
     def disconnect(self, peer: str) -> None:
         self._require_open()
-        if any(read.peer == peer for read in self.reads.values()):
-            raise InternalError("link.disconnect", "a read from this peer is out", peer=peer)
-        self._readable.pop(peer, None)
+        if any(post.peer == peer for post in self.posts.values()):
+            raise InternalError("link.disconnect", "a post to this peer is out", peer=peer)
+        self._reachable.pop(peer, None)
         self._tables = {n: table for n, table in self._tables.items() if table.peer != peer}
 
     def table(self, peer: str | None, strides: Sequence[Stride]) -> int:
         self._require_open()
-        if peer is not None and peer not in self._readable:
+        if peer is not None and peer not in self._reachable:
             raise UnavailableError("link.peer", "this peer is not connected", peer=peer)
-        allowed = self._registered if peer is None else self._readable[peer]
+        allowed = self._registered if peer is None else self._reachable[peer]
         for stride in strides:
             if not any(r.address <= stride.address and stride.end <= r.end for r in allowed):
                 raise IncompatibleError("link.range", "memory that was not described", peer=peer)
@@ -227,27 +252,41 @@ class MemoryLink:
         self._tables.pop(table, None)
 
     def post(
-        self, peer: str, target: int, target_indices: Indices, source: int, source_indices: Indices
+        self,
+        peer: str,
+        target: int,
+        target_indices: Indices,
+        source: int,
+        source_indices: Indices,
+        notice: bytes = b"",
     ) -> int:
         self._require_open()
-        self._read_count += 1
-        read = _Read(self._read_count, peer, [])
+        self._post_count += 1
+        post = _Post(self._post_count, peer, [], notice=notice)
         try:
+            post.is_write = self._is_write(peer, target, source)
             targets = self._tables[target].pieces(target_indices)
             sources = self._tables[source].pieces(source_indices)
         except LookupError:
-            read.refusal = "no such table or index"
+            post.refusal = "no such table or index"
         else:
             sizes = [size for _, size in targets], [size for _, size in sources]
             if not targets or sizes[0] != sizes[1]:
-                read.refusal = "nothing to read, or pieces that do not match"
-            read.moves = [(t, s, n) for (t, n), (s, _) in zip(targets, sources, strict=False)]
-        self.reads[read.number] = read
-        return read.number
+                post.refusal = "nothing to move, or pieces that do not match"
+            post.moves = [(t, s, n) for (t, n), (s, _) in zip(targets, sources, strict=False)]
+        self.posts[post.number] = post
+        return post.number
+
+    def _is_write(self, peer: str, target: int, source: int) -> bool:
+        """LookupError unless one table is of own memory and the other of the peer's."""
+        owners = self._tables[target].peer, self._tables[source].peer
+        if owners not in ((None, peer), (peer, None)):
+            raise LookupError
+        return owners[1] is None
 
     def notify(self, peer: str, content: bytes) -> bool:
         self._require_open()
-        if peer not in self._readable or len(content) > MESSAGE_BYTES_MAX:
+        if peer not in self._reachable or len(content) > MESSAGE_BYTES_MAX:
             return False
         if not self._fabric.is_alive(peer) or self._fabric.is_cut(self._name, peer):
             return False
@@ -260,10 +299,10 @@ class MemoryLink:
         arrived, self.arrived = self.arrived, []
         return arrived
 
-    def end(self, read: _Read, ending: Ending, reason: str = "") -> None:
-        """The fabric says that a read has ended."""
-        del self.reads[read.number]
-        self.arrived.append(ReadEnded(read.number, ending, reason))
+    def end(self, post: _Post, ending: Ending, reason: str = "") -> None:
+        """The fabric says that a read or write has ended."""
+        del self.posts[post.number]
+        self.arrived.append(PostEnded(post.number, ending, reason))
 
     def _require_open(self) -> None:
         if not self._fabric.is_alive(self._name):

@@ -12,7 +12,7 @@ from typing import Protocol
 from kvferry.clock import Clock
 from kvferry.errors import IncompatibleError
 from kvferry.metrics import Metrics
-from kvferry.transfer.base import Link, Message, ReadEnded
+from kvferry.transfer.base import Link, Message, PostEnded
 from kvferry.transfer.consumer_rank import ConsumerRank
 from kvferry.transfer.messages import Body, unseal_message
 from kvferry.transfer.producer_rank import ProducerRank
@@ -82,7 +82,7 @@ class Mover:
             if isinstance(event, Message):
                 self._take(event)
             else:
-                self._read_ended(event)
+                self._post_ended(event)
         return self._rank.step() or bool(events)
 
     def _take(self, message: Message) -> None:
@@ -93,9 +93,9 @@ class Mover:
             return
         self._rank.take(body)
 
-    def _read_ended(self, event: ReadEnded) -> None:
+    def _post_ended(self, event: PostEnded) -> None:
         if isinstance(self._rank, ConsumerRank):
-            self._rank.read_ended(event)
+            self._rank.post_ended(event)
 
     def _run(self) -> None:
         while not self._must_stop:

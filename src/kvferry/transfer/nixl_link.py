@@ -1,6 +1,6 @@
 """The real link: a NIXL agent (RDMA, NVLink, shared memory, TCP by what UCX finds).
 
-What NIXL does not do is done here or by those above: it has no deadlines and no way to call a read
+What NIXL does not do is done here or by those above: it has no deadlines and no way to call a post
 back; releasing a handle or removing a peer stops nothing (`base` says what follows from that). It
 does not notice that a peer is gone until it is used, so a peer that failed is removed and added
 again by whoever wants it. A name is used once: NIXL refuses another process under a known name.
@@ -27,7 +27,7 @@ from kvferry.transfer.base import (
     Indices,
     Message,
     Range,
-    ReadEnded,
+    PostEnded,
     Stride,
 )
 
@@ -47,7 +47,7 @@ class _Table:
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
+class _Post:
     peer: str
     handle: Handle
 
@@ -70,8 +70,8 @@ class NixlLink:
         self._peers: dict[str, Memory] = {}
         self._tables: dict[int, _Table] = {}
         self._table_count = 0
-        self._reads: dict[int, _Read] = {}
-        self._read_count = 0
+        self._posts: dict[int, _Post] = {}
+        self._post_count = 0
         self._ended: list[Event] = []
         self._transport = "none"
 
@@ -91,15 +91,15 @@ class NixlLink:
             raise ConfigError("nixl.open", f"NIXL does not start: {error}") from error
 
     def close(self, timeout_s: float) -> bool:
-        """As the contract says. With reads out the agent is kept: what it has registered must not
+        """As the contract says. With posts out the agent is kept: what it has registered must not
         be unmapped."""
         if self._agent is None:
             return True
         end_s = self._clock.now_s() + timeout_s
-        while self._reads and self._clock.now_s() < end_s:
+        while self._posts and self._clock.now_s() < end_s:
             self._collect()
             self._clock.sleep(POLL_S)
-        if self._reads:
+        if self._posts:
             return False
         for table in list(self._tables):
             self.drop_table(table)
@@ -121,12 +121,12 @@ class NixlLink:
             ) from error
         self._registered[memory] = handle
 
-    def describe(self, readable: Sequence[Range] = ()) -> bytes:
-        unknown = [memory for memory in readable if memory not in self._registered]
+    def describe(self, reachable: Sequence[Range] = ()) -> bytes:
+        unknown = [memory for memory in reachable if memory not in self._registered]
         if unknown:
             raise InternalError("link.describe", "a range that was not registered as it is")
         where = WHERE.pack(KINDS.index(self._memory.kind), self._memory.index)
-        return where + self._open_agent().describe([(m.address, m.length_bytes) for m in readable])
+        return where + self._open_agent().describe([(m.address, m.length_bytes) for m in reachable])
 
     def connect(self, description: bytes) -> str:
         agent = self._open_agent()
@@ -142,8 +142,8 @@ class NixlLink:
 
     def disconnect(self, peer: str) -> None:
         agent = self._open_agent()
-        if any(read.peer == peer for read in self._reads.values()):
-            raise InternalError("link.disconnect", "a read from this peer is out", peer=peer)
+        if any(post.peer == peer for post in self._posts.values()):
+            raise InternalError("link.disconnect", "a post to this peer is out", peer=peer)
         for number in [n for n, table in self._tables.items() if table.peer == peer]:
             self.drop_table(number)
         if self._peers.pop(peer, None) is not None:
@@ -172,23 +172,34 @@ class NixlLink:
             self._best_effort(self._agent.drop_table, found.handle)
 
     def post(
-        self, peer: str, target: int, target_indices: Indices, source: int, source_indices: Indices
+        self,
+        peer: str,
+        target: int,
+        target_indices: Indices,
+        source: int,
+        source_indices: Indices,
+        notice: bytes = b"",
     ) -> int:
         agent = self._open_agent()
-        self._read_count += 1
-        number = self._read_count
-        mine, theirs = self._tables.get(target), self._tables.get(source)
-        if mine is None or theirs is None or not target_indices:
-            self._ended.append(ReadEnded(number, Ending.REFUSED, "no such table, or nothing"))
+        self._post_count += 1
+        number = self._post_count
+        to, of = self._tables.get(target), self._tables.get(source)
+        owners = (to.peer, of.peer) if to and of else ()
+        if owners not in ((None, peer), (peer, None)) or not target_indices:
+            self._ended.append(PostEnded(number, Ending.REFUSED, "no such table, or nothing"))
             return number
         try:
-            handle = agent.make_read(mine.handle, target_indices, theirs.handle, source_indices)
+            if owners[0] is None:
+                sides = "READ", to.handle, target_indices, of.handle, source_indices
+            else:
+                sides = "WRITE", of.handle, source_indices, to.handle, target_indices
+            handle = agent.make_post(*sides, notice)
             self._transport = agent.backend(handle)
         except NixlError as error:
             ending = Ending.LOST if error.name == GONE else Ending.REFUSED
-            self._ended.append(ReadEnded(number, ending, str(error)))
+            self._ended.append(PostEnded(number, ending, str(error)))
             return number
-        self._reads[number] = _Read(peer, handle)
+        self._posts[number] = _Post(peer, handle)
         self._look(number, agent.begin)
         return number
 
@@ -202,25 +213,25 @@ class NixlLink:
         agent = self._open_agent()
         self._collect()
         events, self._ended = self._ended, []
-        with suppress(NixlError):  # reads and messages to the peer in question fail as well
+        with suppress(NixlError):  # posts and messages to the peer in question fail as well
             events += [Message(sender, content) for sender, content in agent.received()]
         return events
 
     def _collect(self) -> None:
-        for number in list(self._reads):
+        for number in list(self._posts):
             self._look(number, self._agent.state)
 
     def _look(self, number: int, ask) -> None:
-        """Asks NIXL about a read that is out, and takes it in if it has ended."""
-        read, ending, reason = self._reads[number], Ending.DONE, ""
+        """Asks NIXL about a post that is out, and takes it in if it has ended."""
+        post, ending, reason = self._posts[number], Ending.DONE, ""
         try:
-            if ask(read.handle) != DONE:
+            if ask(post.handle) != DONE:
                 return
         except NixlError as error:
             ending, reason = Ending.LOST, str(error)
-        del self._reads[number]
-        self._best_effort(self._agent.drop_read, read.handle)
-        self._ended.append(ReadEnded(number, ending, reason))
+        del self._posts[number]
+        self._best_effort(self._agent.drop_post, post.handle)
+        self._ended.append(PostEnded(number, ending, reason))
 
     def _best_effort(self, call, *arguments) -> bool:
         try:

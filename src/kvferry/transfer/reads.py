@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kvferry.clock import Clock
 from kvferry.device.staging import Staging
 from kvferry.metrics import Metrics
-from kvferry.transfer.base import Ending, Link, Range, ReadEnded
+from kvferry.transfer.base import Ending, Link, Range, PostEnded
 from kvferry.transfer.halves import Load
 from kvferry.transfer.plan import ChunkRead
 from kvferry.transfer.session import Channel, Peers, Session
@@ -119,10 +119,10 @@ class Reads:
         self._out[number] = chunk
         return True
 
-    def take(self, event: ReadEnded) -> ChunkJob | None:
+    def take(self, event: PostEnded) -> ChunkJob | None:
         """A read has ended. Returns its chunk if it brought something that somebody wants: the slot
         is the caller's then. A chunk that brought nothing fails its load."""
-        chunk = self._out.pop(event.read)
+        chunk = self._out.pop(event.post)
         chunk.session.reads_out -= 1
         chunk.ended_s = self._clock.now_s()
         self._metrics.count("kvferry_transfer_reads_total", outcome=event.ending.value)

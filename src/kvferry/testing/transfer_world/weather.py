@@ -47,10 +47,10 @@ class Weather:
             return True
         return not self.is_calm and self.paused.get(name, 0.0) > self._true.now_s()
 
-    def read(self, reader: str, peer: str) -> Motion:
+    def moves(self, poster: str, peer: str) -> Motion:
         if self.stands_still(peer):
             return Motion.WAIT
-        if not self.is_calm and self.slow_readers.get(reader, 0.0) > self._true.now_s():
+        if not self.is_calm and self.slow_readers.get(poster, 0.0) > self._true.now_s():
             return Motion.WAIT
         if self.is_calm:
             return Motion.END
@@ -58,6 +58,9 @@ class Weather:
         motion = self._chance.choices(list(Motion), weights)[0]
         self._counts[f"read {motion.value}"] += 1
         return motion
+
+    def strays(self) -> bool:
+        return self._chance.random() < 0.02
 
     def letters(self, sender: str, receiver: str) -> int | None:
         if receiver in self.frozen:
