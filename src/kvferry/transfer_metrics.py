@@ -18,7 +18,8 @@ TRANSFER = (
         "requests",
         "Requests that came to a consumer with parameters of a producer, by what came of them. All"
         " but `loaded` are computed here. `unsigned`, `forged`, `malformed`: a client's own;"
-        " `other_text`: an offer for other tokens; `declined`: another connector was first.",
+        " `other_text`: an offer for other tokens; `declined`: another connector was first;"
+        " `direction`: an appointment, and this engine pulls.",
         "`forged`: secrets differ, or somebody tries. `late`, `gone`, `unreachable`: look at the"
         " producers and at `lease_s`. `namespace`: the engines differ in model or settings.",
         outcome=(
@@ -32,6 +33,7 @@ TRANSFER = (
             "forged",
             "malformed",
             "namespace",
+            "direction",
             "other_text",
             "over",
             "quarantine",
@@ -60,12 +62,14 @@ TRANSFER = (
         "transfer_loads",
         "loads",
         "Loads at a rank, by how they ended. `expired`: what was read may not have been the"
-        " request's any more; `blocks`: the producer no longer had them.",
+        " request's any more; `blocks`: the producer no longer had them; `torn`: a page was not"
+        " what its producer says that it wrote.",
         "`late`: raise `read_deadline_s` or look at the network. `expired`: raise `lease_s`.",
         outcome=(
             "done",
             "dropped",
             "expired",
+            "torn",
             "lost",
             "refused",
             "blocks",
@@ -137,10 +141,31 @@ TRANSFER = (
         "Many: renewals get lost or are slow.",
         outcome=("asked", "confirmed"),
     ),
+    counter(
+        "transfer_pages",
+        "pages",
+        "Pages that this consumer invited (`direction` is `push`), by what their producer said.",
+        "`lost`: look at the network. `not_written`: nobody wanted it any more, or the prefill was"
+        " given up.",
+        outcome=("written", "not_written", "lost"),
+    ),
+    counter("transfer_pushed_bytes", "bytes", "Bytes of pages that were written here.", "None."),
+    seconds(
+        "transfer_page",
+        "From inviting a page until it is written, by producer: its prefill is part of it.",
+        "Longer than a prefill: look at the producer's staging and at the network.",
+        peer=ANY,
+    ),
+    counter(
+        "transfer_torn_pages",
+        "pages",
+        "Pages that were not what their producer says that it wrote: thrown away.",
+        "Each would have been a wrong answer: a late write, or broken memory or network.",
+    ),
     gauge(
         "transfer_quarantine_bytes",
         "bytes",
-        "Staging of reads that were given up and cannot be called back.",
+        "Staging of reads and writes that were given up and cannot be called back.",
         "Stays: a producer stands still. At `quarantine_bytes_max` nothing new is transferred.",
     ),
     counter(
@@ -201,6 +226,15 @@ TRANSFER = (
         "Age of the oldest lease of a rank.",
         "Near `lease_total_s`: a consumer claims and does not read.",
     ),
+    counter(
+        "transfer_writes",
+        "pages",
+        "Pages that this producer began to write (`direction` is `push`). `lost`: the consumer or"
+        " the way to it broke; `refused`: never began.",
+        "`lost` without a restart: look at the network.",
+        outcome=("done", "lost", "refused"),
+    ),
+    counter("transfer_written_bytes", "bytes", "Bytes written to consumers.", "None."),
     gauge(
         "transfer_blocks_leased",
         "blocks",

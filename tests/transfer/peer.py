@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from kvferry.clock import SystemClock
+from kvferry.device.host import HostCopier
 from kvferry.testing.kv_memory import EngineShape, GroupModel, engine_memory, rank_layouts
 from kvferry.testing.tally import Tally
 from kvferry.transfer.compatibility import Compatibility
@@ -57,6 +58,7 @@ class Served:
             NixlLink(self.clock),
             layout,
             [self.group.memory],
+            lambda regions, geometry: HostCopier(regions, geometry, 1),
         )
         boot = self.clock.random_bytes(16)
         self.listener = Listener(self.settings, boot, COMPATIBILITY, self.clock, self.tally)

@@ -78,8 +78,8 @@ class Rig:
         self.source = engine_memory(MODELS, shape)
         self.target = engine_memory(MODELS, target_shape or shape)
         ((self.source_group,),), ((self.target_group,),) = self.source, self.target
-        self.start_producer()
         self.copiers = []
+        self.start_producer()
         self.link = wrap(MemoryLink(self.fabric, self.clock))
         self.link.open()
         layouts = rank_layouts(self.target)
@@ -102,8 +102,14 @@ class Rig:
         self.source_link.open()
         self.source_link.register(self.source_group.memory)
         self.source_rank = ProducerRank(
-            self.source_settings, self.clock, self.tally, self.source_link
+            self.source_settings,
+            self.clock,
+            self.tally,
+            self.source_link,
+            rank_layouts(self.source)[0],
+            self.make_copier,
         )
+        self.source_rank.open()
         self.source_mover = Mover(
             self.source_settings, self.clock, self.tally, self.source_link, self.source_rank
         )
@@ -139,7 +145,8 @@ class Rig:
         offer = Offer(
             self.clock.random_bytes(16), self.boot, "host", 1, b"n" * 32, b"k" * 32, TOKENS
         )
-        hold = Hold(name, offer.transfer, self.clock.random_bytes(16), TOKENS, (tuple(blocks),))
+        generation = self.clock.random_bytes(16)
+        hold = Hold(name, offer.transfer, generation, TOKENS, (tuple(blocks),), offer.key)
         self.source_rank.begin(ProducerPlan((hold,)))
         return offer
 

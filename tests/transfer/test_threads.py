@@ -236,7 +236,7 @@ def test_a_link_that_hangs_is_left_to_its_thread(monkeypatch):
     """Two threads in one agent end the process; and what it has registered must stay mapped."""
     monkeypatch.setattr(workers, "CLOSE_S", 0.01)
     link = Hanging()
-    worker = ProducerWorker(SETTINGS, SystemClock(), Metrics(), link, None, [])
+    worker = ProducerWorker(SETTINGS, SystemClock(), Metrics(), link, None, [], None)
     worker.start()
     link.is_in.wait()
     assert not worker.close() and link.calls == []

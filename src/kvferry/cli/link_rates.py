@@ -20,7 +20,7 @@ from typing import Any
 from kvferry.clock import Clock, SystemClock
 from kvferry.config import child_environment
 from kvferry.errors import UnavailableError
-from kvferry.transfer.base import Ending, Range, PostEnded, Stride
+from kvferry.transfer.base import Ending, PostEnded, Range, Stride
 
 MEMORY_BYTES = 64 << 20
 PIECE_BYTES = (MEMORY_BYTES, 1 << 20, 256 << 10, 64 << 10, 16 << 10)

@@ -14,7 +14,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
 from typing import Any
@@ -24,9 +24,9 @@ from kvferry.clock import Clock, SystemClock
 from kvferry.device.host import HostCopier
 from kvferry.device.staging import host_memory
 from kvferry.errors import UnavailableError
-from kvferry.layout import Region
+from kvferry.layout import PageGeometry, Region
 from kvferry.metrics import Metrics
-from kvferry.transfer.base import Ending, Indices, Range, PostEnded, Stride
+from kvferry.transfer.base import Ending, Indices, PostEnded, Range, Stride
 from kvferry.transfer.compatibility import Compatibility
 from kvferry.transfer.halves import ConsumerPlan, Hold, Load, ProducerPlan, Watch
 from kvferry.transfer.handshake import Listener
@@ -77,6 +77,10 @@ def layout_of(address: int) -> RankLayout:
     return RankLayout(0, (GroupLayout(BLOCK_TOKENS, 0, HEADS, False, regions),))
 
 
+def make_copier(regions: Sequence[Region], geometry: PageGeometry) -> HostCopier:
+    return HostCopier(regions, geometry, 1)
+
+
 class Producer:
     """One rank that offers all of its blocks, again and again."""
 
@@ -87,7 +91,13 @@ class Producer:
         whole = Range(address, MEMORY_BYTES)
         metrics = Metrics()
         self._worker = ProducerWorker(
-            SETTINGS, clock, metrics, NixlLink(clock), layout_of(address), [whole]
+            SETTINGS,
+            clock,
+            metrics,
+            NixlLink(clock),
+            layout_of(address),
+            [whole],
+            make_copier,
         )
         self._boot = clock.random_bytes(ID_BYTES)
         self._listener = Listener(SETTINGS, self._boot, COMPATIBILITY, clock, metrics)
@@ -109,7 +119,7 @@ class Producer:
         """A prefill has ended."""
         transfer, generation = (self._clock.random_bytes(ID_BYTES) for _ in range(2))
         self._worker.rank.take_ended()
-        hold = Hold(transfer.hex(), transfer, generation, TOKENS, TABLES)
+        hold = Hold(transfer.hex(), transfer, generation, TOKENS, TABLES, b"")
         self._worker.rank.begin(ProducerPlan((hold,)))
         return {"transfer": _text(transfer)}
 
@@ -159,7 +169,7 @@ class Consumer:
             layout,
             (layout,),
             COMPATIBILITY,
-            lambda regions, geometry: HostCopier(regions, geometry, 1),
+            make_copier,
         )
         self._worker.open()
         self._worker.start()

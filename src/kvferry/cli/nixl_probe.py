@@ -14,7 +14,7 @@ import msgspec
 from kvferry._nixl import HOST, Agent
 from kvferry.clock import Clock, SystemClock
 from kvferry.errors import CorruptError, Error, UnavailableError
-from kvferry.transfer.base import Ending, Link, Range, PostEnded, Stride
+from kvferry.transfer.base import Ending, Link, PostEnded, Range, Stride
 from kvferry.transfer.nixl_link import NixlLink
 
 BACKEND = "UCX"

@@ -95,9 +95,10 @@ class GroupMemory:
             self.block_tokens, self.heads.start, self.model.heads, self.model.is_opaque, regions
         )
 
-    def write(self, block: int, index: int, text: str) -> None:
-        """Block `block` becomes block number `index` of a request with this text."""
-        for at, content in self._cells(block, index, text):
+    def write(self, block: int, index: int, text: str, token_count: int = 1 << 40) -> None:
+        """Block `block` becomes block number `index` of a request with this text, in its tokens
+        before `token_count`. Opaque blocks as a whole."""
+        for at, content in self._cells(block, index, text, token_count):
             self._buffer.view[at : at + len(content)] = content
 
     def holds(self, block: int, index: int, text: str, token_count: int = 1 << 40) -> bool:

@@ -12,7 +12,7 @@ from kvferry.clock import SystemClock
 from kvferry.errors import ClosedError, IncompatibleError, UnavailableError
 from kvferry.testing.clock import Chance
 from kvferry.testing.staging import Buffer
-from kvferry.transfer.base import Ending, Event, Indices, Link, Message, Range, PostEnded, Stride
+from kvferry.transfer.base import Ending, Event, Indices, Link, Message, PostEnded, Range, Stride
 
 ROUNDS = 20_000
 MEMORY_BYTES = 1 << 20

@@ -15,12 +15,13 @@ One thread: the mover's, except that the engine's empties `granted` and `refused
 """
 
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from kvferry.clock import Clock
 from kvferry.metrics import Metrics
-from kvferry.transfer.base import Link
+from kvferry.transfer.base import Link, Range
 from kvferry.transfer.lease import REMEMBERED_MAX, HeldUntil
 from kvferry.transfer.messages import Claim, Grant, Release, State, seal_message
 from kvferry.transfer.params import Offer
@@ -107,6 +108,7 @@ class Claims:
         self._link = link
         self._peers = peers
         self._rank = rank
+        self._needs_tables = settings.direction == "pull"
         self._serial = 0
         self._transfers: dict[bytes, Transfer] = {}
         self._by_request: dict[str, Transfer] = {}
@@ -115,9 +117,9 @@ class Claims:
         self.granted: deque[str] = deque()
         self.refused: deque[tuple[str, str]] = deque()
 
-    def open(self) -> None:
-        """The link is open."""
-        self._description = self._link.describe()
+    def open(self, reachable: Sequence[Range] = ()) -> None:
+        """The link is open. `reachable`: what sources may write to."""
+        self._description = self._link.describe(reachable)
 
     @property
     def is_idle(self) -> bool:
@@ -197,7 +199,7 @@ class Claims:
             self.refuse(transfer, "generation")
         elif grant.token_count != transfer.offer.token_count:
             self.refuse(transfer, "tokens")
-        elif claim.is_granted or grant.tables:
+        elif claim.is_granted or grant.tables or not self._needs_tables:
             claim.generation = grant.generation
             claim.tables = claim.tables or grant.tables
 
@@ -236,7 +238,7 @@ class Claims:
             transfer.offer.transfer,
             self._rank,
             session.reader_count,
-            not claim.is_granted,
+            self._needs_tables and not claim.is_granted,
         )
         self._send(session, body)
 

@@ -5,6 +5,7 @@ versions and a set of capabilities, so that engines of two releases work togethe
 deployment is upgraded.
 """
 
+from collections.abc import Mapping
 from enum import IntFlag
 
 import msgspec
@@ -13,7 +14,10 @@ from kvferry.errors import IncompatibleError
 
 PROTOCOL_MIN = 1
 PROTOCOL_MAX = 1
-"""1: claims, grants, releases; pull."""
+"""1: claims, grants, releases; pull. Also invitations, stops and answers, between engines whose
+`direction` is `push`: others never meet them."""
+UNSAID = {"direction": "pull"}
+"""What a record means that lacks a field which came later."""
 
 
 class Capability(IntFlag):
@@ -30,6 +34,13 @@ class Compatibility(msgspec.Struct, frozen=True):
     protocol_min: int = PROTOCOL_MIN
     protocol_max: int = PROTOCOL_MAX
     capabilities: int = int(Capability.NONE)
+
+
+def compatibility_of(fields: Mapping[str, str | int | bool], direction: str) -> Compatibility:
+    """Of an engine of this release. What goes without saying is not said, for those that do not
+    know the field."""
+    said = {} if direction == UNSAID["direction"] else {"direction": direction}
+    return Compatibility({**fields, **said})
 
 
 class Agreement(msgspec.Struct, frozen=True):
@@ -50,7 +61,7 @@ def agree(mine: Compatibility, theirs: Compatibility) -> Agreement:
         )
     names = mine.fields.keys() | theirs.fields.keys()
     differing = {
-        name: (mine.fields.get(name), theirs.fields.get(name))
+        name: (_said(mine, name), _said(theirs, name))
         for name in sorted(names)
         if mine.fields.get(name) != theirs.fields.get(name)
     }
@@ -60,3 +71,7 @@ def agree(mine: Compatibility, theirs: Compatibility) -> Agreement:
         )
         raise IncompatibleError("transfer.fields", f"the peer is another engine ({words})")
     return Agreement(protocol, mine.capabilities & theirs.capabilities)
+
+
+def _said(record: Compatibility, name: str) -> str | int | bool | None:
+    return record.fields.get(name, UNSAID.get(name))

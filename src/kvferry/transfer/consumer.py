@@ -1,6 +1,7 @@
 """The consumer's scheduler half: one record, with one state, for each request that brings an offer.
 
-    CHECKING  is the offer about these very tokens? (the runner's thread hashes them)
+    CHECKING  is the offer about these very tokens? (the runner's thread hashes them; an
+              appointment is about whatever tokens the request has)
     CLAIMING  all ranks are told; the scheduler asks again until all have it granted
     READY     how many tokens it may have is known
     LOADING   blocks were allocated, all ranks read
@@ -16,11 +17,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from msgspec.structs import replace
+
 from kvferry.catalog.runner import Runner, Ticket, TicketState
 from kvferry.clock import Clock
 from kvferry.metrics import Metrics
 from kvferry.transfer.halves import ConsumerPlan, Load, Report, Tables, Watch
-from kvferry.transfer.params import Offer, read
+from kvferry.transfer.params import Offer, read, read_appointment
 from kvferry.transfer.producer import Prefix, prefix_key
 from kvferry.transfer.settings import Settings
 
@@ -82,7 +85,7 @@ class Consumer:
 
     def on_new_request(self, request_id: str, params: Any, prefix: Prefix) -> None:
         """`params`: what the client sent, whatever it is. `prefix`: the whole prompt."""
-        offer, reason = read(self._settings.secret, params)
+        offer, reason = self._offer(params, prefix)
         if offer is None:
             if reason != "absent":
                 self._count(reason)
@@ -94,14 +97,22 @@ class Consumer:
         else:
             deadline_s = self._settings.claim_deadline_s
             ticket = self._runner.submit(
-                lambda: prefix_key(offer.namespace, prefix, offer.token_count) == offer.key,
-                deadline_s,
+                lambda: prefix_key(offer.namespace, prefix, offer.token_count), deadline_s
             )
             now_s = self._clock.now_s()
             token_count = min(offer.token_count, len(prefix.tokens) - 1)
             self._records[request_id] = Record(
                 request_id, offer, token_count, now_s + deadline_s, ticket, now_s
             )
+
+    def _offer(self, params: Any, prefix: Prefix) -> tuple[Offer | None, str]:
+        """Of an appointment: about the whole prompt, with the key that it turns out to have."""
+        offer, reason = read_appointment(self._settings.secret, params)
+        if offer is None:
+            return read(self._settings.secret, params) if reason == "absent" else (None, reason)
+        if self._settings.direction != "push":
+            return None, "direction"
+        return replace(offer, token_count=len(prefix.tokens), key=b""), ""
 
     def matched(self, request_id: str, computed_tokens: int) -> int | None:
         """How many tokens after `computed_tokens` can be loaded; None: ask again."""
@@ -203,7 +214,9 @@ class Consumer:
         now_s = self._clock.now_s()
         if record.state is State.CHECKING:
             state = record.ticket.state(now_s)
-            if state is TicketState.DONE and record.ticket.value:
+            key = record.ticket.value
+            if state is TicketState.DONE and _is_about(record.offer, key):
+                record.offer = replace(record.offer, key=key)
                 self._watches.append(Watch(record.request_id, record.offer))
                 record.state = State.CLAIMING
             elif state is TicketState.DONE:
@@ -227,3 +240,8 @@ class Consumer:
 
     def _count(self, outcome: str) -> None:
         self._metrics.count("kvferry_transfer_requests_total", outcome=outcome)
+
+
+def _is_about(offer: Offer, key: bytes | None) -> bool:
+    """`key`: of the request's own tokens, if anything names them."""
+    return key is not None and offer.key in (b"", key)

@@ -1,4 +1,5 @@
-"""The consumer's worker half: reads what was granted, and scatters what is surely what was meant.
+"""The consumer's worker half: reads what was granted, or has it written, and scatters what is
+surely what was meant.
 
 Life of a chunk: it waits for a slot of staging, is read into it, and then
 
@@ -6,6 +7,9 @@ Life of a chunk: it waits for a slot of staging, is read into it, and then
 2. is *confirmed* if the source, asked after the read had ended, still holds it in the same
    generation;
 3. is unloaded into the engine's blocks. Anything else fails the load.
+
+One that is pushed waits for a slot, is written into it by the source, and goes on at 3, where it is
+proven by its checksums.
 
 A load ends exactly once: complete, or failed as soon as nothing of it is being unloaded, at its
 deadline at the latest whatever the link does. Reads of a failed load go on in quarantine (`reads`).
@@ -16,6 +20,7 @@ The engine's thread begins and collects, the mover's does the rest; what both to
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 
 from kvferry.clock import Clock
 from kvferry.device.staging import Allocate, Staging, host_memory
@@ -24,8 +29,8 @@ from kvferry.metrics import Metrics
 from kvferry.transfer.base import Link, PostEnded
 from kvferry.transfer.claims import Claims, Transfer
 from kvferry.transfer.halves import ConsumerPlan, Finished, Report
-from kvferry.transfer.messages import Body, Grant
-from kvferry.transfer.plan import chunk_reads
+from kvferry.transfer.invitations import Invitations
+from kvferry.transfer.messages import Answer, Body, Grant
 from kvferry.transfer.reads import ChunkJob, LoadJob, Reads
 from kvferry.transfer.session import Peers
 from kvferry.transfer.settings import Settings
@@ -60,7 +65,8 @@ class ConsumerRank:
         self.peers = peers
         self._unloaders = unloaders
         self._staging = Staging(settings.staging_bytes, settings.slot_bytes, allocate)
-        self._reads = Reads(settings, clock, metrics, link, peers, self._staging)
+        moved_by = Reads if settings.direction == "pull" else Invitations
+        self._reads = moved_by(settings, clock, metrics, link, peers, self._staging)
         self._claims = Claims(settings, clock, metrics, link, peers, rank)
         self._lock = threading.Lock()
         self._news = threading.Event()
@@ -79,7 +85,7 @@ class ConsumerRank:
         self._staging.open()
         self._link.register(self._reads.memory)
         self.peers.open(self._reads.memory)
-        self._claims.open()
+        self._claims.open([self._reads.memory] if self._settings.direction == "push" else ())
 
     def close(self) -> None:
         self._unloaders.close()
@@ -172,7 +178,7 @@ class ConsumerRank:
             self._take_plan(self._plans.popleft())
         moved = self.peers.step() or moved
         self._claims.step()
-        self._reads.step()
+        self._lose(self._reads.step())
         self._lay_out()
         moved = self._post() or moved
         self._settle_confirmations()
@@ -189,6 +195,11 @@ class ConsumerRank:
         """A message from a source."""
         if isinstance(body, Grant):
             self._claims.take(body)
+        elif isinstance(body, Answer) and isinstance(self._reads, Invitations):
+            with self._lock:
+                chunk = self._reads.take(body)
+            if chunk is not None:
+                self._landed.append(chunk)
 
     def post_ended(self, event: PostEnded) -> None:
         with self._lock:
@@ -209,8 +220,13 @@ class ConsumerRank:
 
     @property
     def out_count(self) -> int:
-        """Reads that the link has not returned."""
+        """Reads that the link has not returned, or invitations that no source has answered."""
         return self._reads.out_count
+
+    @property
+    def is_exposed(self) -> bool:
+        """A source may still write into staging."""
+        return isinstance(self._reads, Invitations) and self._reads.out_count > 0
 
     @property
     def taken_count(self) -> int:
@@ -270,14 +286,10 @@ class ConsumerRank:
             for session in sessions:
                 tables = transfer.claims[session.rank].tables
                 for channel in session.channels:
-                    reads = chunk_reads(
-                        channel.lane,
-                        channel.landing.chunk_tokens,
-                        tables[channel.lane.source_group],
-                        load.tables[channel.lane.target_group],
-                        range(load.start_token, load.end_token),
-                    )
-                    chunks += [ChunkJob(job, session, channel, read) for read in reads]
+                    chunks += [
+                        ChunkJob(job, transfer.offer, session, channel, chunk)
+                        for chunk in channel.chunks(tables, load)
+                    ]
         except (UnavailableError, IndexError):
             return "blocks", None
         return "", chunks
@@ -312,6 +324,11 @@ class ConsumerRank:
                 waiting.append((transfer, chunk))
         self._confirming = waiting
 
+    def _lose(self, chunks: Sequence[ChunkJob]) -> None:
+        with self._lock:
+            for chunk in chunks:
+                self._fail(chunk.job, "lost")
+
     def _drop(self, chunk: ChunkJob, reason: str) -> None:
         """What was read may have been another request's."""
         self._metrics.count("kvferry_transfer_late_reads_total")
@@ -329,6 +346,9 @@ class ConsumerRank:
             with self._lock:
                 chunk.job.unloading_count -= 1
                 chunk.job.left_count -= 1
+                if chunk.is_torn:
+                    self._metrics.count("kvferry_transfer_torn_pages_total")
+                    self._fail(chunk.job, "torn")
         return moved
 
     def _begin_unloading(self, chunk: ChunkJob) -> bool:

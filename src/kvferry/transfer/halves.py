@@ -16,17 +16,45 @@ Tables = tuple[tuple[int, ...], ...]
 
 
 class Hold(msgspec.Struct, frozen=True, array_like=True):
-    """A prefill has finished; its blocks are kept until every rank has said that it is over."""
+    """A prefill has finished; its blocks are kept until every rank has said that it is over. `key`:
+    of its tokens."""
 
     request_id: str
     transfer: bytes
     generation: bytes
     token_count: int
     tables: Tables
+    key: bytes
+
+
+class Begin(msgspec.Struct, frozen=True, array_like=True):
+    """A prefill that a reader was promised while it runs. It ends as a Hold, or is cancelled."""
+
+    request_id: str
+    transfer: bytes
+    generation: bytes
+    token_count: int
+    key: bytes
+
+
+class Progress(msgspec.Struct, frozen=True, array_like=True):
+    """When this step has been computed, the first tokens of a running prefill are final in these
+    blocks, all of a group or none: a group from which blocks may be taken on the way has none."""
+
+    request_id: str
+    computed_tokens: int
+    tables: Tables
 
 
 class ProducerPlan(msgspec.Struct, frozen=True, array_like=True):
+    """One step. `withdrawn`: running prefills whose blocks this step may overwrite; `cancelled`:
+    those that end without being held."""
+
     holds: tuple[Hold, ...] = ()
+    begins: tuple[Begin, ...] = ()
+    progress: tuple[Progress, ...] = ()
+    withdrawn: tuple[str, ...] = ()
+    cancelled: tuple[str, ...] = ()
 
 
 class Watch(msgspec.Struct, frozen=True, array_like=True):

@@ -158,6 +158,16 @@ class LeaseBook:
                 answers += [(m, self._answer(m, None)) for _, m in waiting if isinstance(m, Claim)]
         return answers
 
+    def holds(self, transfer: bytes) -> bool:
+        """Whether a lease lives, as far as anybody has looked: blocks are given back later."""
+        return transfer in self._leases
+
+    def cancel(self, request_id: str) -> None:
+        """A lease ends although nobody is done with it, and nobody is told (`take_ended`)."""
+        for lease in [lease for lease in self._leases.values() if lease.request_id == request_id]:
+            self._end(lease, "cancelled")
+        self._ended = [ended for ended in self._ended if ended[0] != request_id]
+
     def end_expired(self) -> None:
         """Ends what is over."""
         now_s = self._clock.now_s()

@@ -1,4 +1,5 @@
-"""What ranks of two engines say to each other beside the reads: claims, grants, releases.
+"""What ranks of two engines say to each other: claims, grants, releases; where the producer writes,
+also invitations, stops and answers.
 
 Each may be lost, come twice, late or in any order, so each says all that it means, and saying it
 again changes nothing. A frame is good for one receiver only: its context is the receiver's name.
@@ -60,7 +61,74 @@ class Release(msgspec.Struct, frozen=True, array_like=True, tag="release"):
     reader_count: int
 
 
-Body = Claim | Grant | Release
+class Cut(msgspec.Struct, frozen=True, array_like=True):
+    """What a page holds of a source rank: these layers of its group `group`, in this order, these
+    heads, `chunk_tokens` tokens from a multiple of that on. In the order of `layout`."""
+
+    group: int
+    layers: tuple[str, ...]
+    first_head: int
+    head_count: int
+    chunk_tokens: int
+
+
+class Slots(msgspec.Struct, frozen=True, array_like=True):
+    """The reader's staging, all of it, as its link describes it."""
+
+    address: int
+    slot_bytes: int
+    count: int
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """Where one page goes. `number`: never used again by this reader. `chunk`: of the cut;
+    tokens [start, end) of it are wanted. `slot`: of the reader's staging, the source's until it has
+    answered."""
+
+    number: int
+    chunk: int
+    start_token: int
+    end_token: int
+    slot: int
+
+
+class Invite(msgspec.Struct, frozen=True, array_like=True, tag="invite"):
+    """Reader to source: write these pages. `key`: of the transfer's tokens, as the reader knows
+    them."""
+
+    sender: str
+    transfer: bytes
+    key: bytes
+    cut: Cut
+    slots: Slots
+    places: tuple[Place, ...]
+
+
+class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
+    """Reader to source: do not write these, and say for each when that is sure."""
+
+    sender: str
+    transfer: bytes
+    numbers: tuple[int, ...]
+
+
+class Outcome(Enum):
+    """Of an invitation. After any of them the source writes nothing there any more."""
+
+    WRITTEN = "written"
+    NOT_WRITTEN = "not_written"  # it never began
+    LOST = "lost"  # the transport does not know
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
+    """Source to reader. `checksums`: of the page's slices (docs/formats.md), if it was written."""
+
+    number: int
+    outcome: Outcome
+    checksums: tuple[int, ...] = ()
+
+
+Body = Claim | Grant | Release | Invite | Stop | Answer
 
 
 def seal_message(secret: bytes, receiver: str, body: Body) -> bytes:

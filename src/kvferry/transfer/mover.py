@@ -31,6 +31,8 @@ class Rank(Protocol):
 
     def take(self, body: Body) -> None: ...
 
+    def post_ended(self, event: PostEnded) -> None: ...
+
     def stand_aside(self) -> bool: ...
 
     @property
@@ -82,7 +84,7 @@ class Mover:
             if isinstance(event, Message):
                 self._take(event)
             else:
-                self._post_ended(event)
+                self._rank.post_ended(event)
         return self._rank.step() or bool(events)
 
     def _take(self, message: Message) -> None:
@@ -92,10 +94,6 @@ class Mover:
             self._metrics.count("kvferry_transfer_messages_dropped_total", reason="foreign")
             return
         self._rank.take(body)
-
-    def _post_ended(self, event: PostEnded) -> None:
-        if isinstance(self._rank, ConsumerRank):
-            self._rank.post_ended(event)
 
     def _run(self) -> None:
         while not self._must_stop:

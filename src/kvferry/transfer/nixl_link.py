@@ -26,8 +26,8 @@ from kvferry.transfer.base import (
     Event,
     Indices,
     Message,
-    Range,
     PostEnded,
+    Range,
     Stride,
 )
 

@@ -44,7 +44,7 @@ class Cell:
 @dataclass(frozen=True)
 class Lane:
     """See the module. `source` and `target`: the same layers in the target's order, narrowed to
-    the heads that they share."""
+    the heads that they share, `first_head` of the model and those after it."""
 
     source_rank: int
     source_group: int
@@ -52,6 +52,7 @@ class Lane:
     source_block_tokens: int
     target_block_tokens: int
     is_opaque: bool
+    first_head: int
     source: tuple[Region, ...]
     target: tuple[Region, ...]
 
@@ -141,6 +142,17 @@ def is_packed(regions: Sequence[Region]) -> bool:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class ChunkWrite:
+    """One chunk of tokens through one lane, as a page that the source writes. `chunk`: its number;
+    tokens [start, end) of it are wanted. `blocks`: of the target, all of the chunk."""
+
+    chunk: int
+    start_token: int
+    end_token: int
+    blocks: tuple[int, ...]
+
+
 def lanes(target: RankLayout, sources: Sequence[RankLayout]) -> list[Lane]:
     """All lanes to one rank. Raises IncompatibleError if they do not bring all that it has."""
     return [
@@ -180,8 +192,9 @@ def _group_lanes(
                 replace(pair[0], layer="", base_address=0),
                 replace(pair[1], layer="", base_address=0),
             )
-            parts.setdefault((source.rank, number, theirs.block_tokens, shape), []).append(pair)
-    for (source_rank, number, block_tokens, _), pairs in parts.items():
+            key = (source.rank, number, theirs.block_tokens, heads.start, shape)
+            parts.setdefault(key, []).append(pair)
+    for (source_rank, number, block_tokens, first_head, _), pairs in parts.items():
         yield Lane(
             source_rank,
             number,
@@ -189,6 +202,7 @@ def _group_lanes(
             block_tokens,
             group.block_tokens,
             group.is_opaque,
+            first_head,
             tuple(source for source, _ in pairs),
             tuple(mine for _, mine in pairs),
         )
@@ -270,6 +284,21 @@ def chunk_reads(
     return [read for read in reads if read.units]
 
 
+def chunk_writes(
+    lane: Lane, chunk_tokens: int, target_blocks: Sequence[int], tokens: range
+) -> list[ChunkWrite]:
+    """As `chunk_reads`, of pages: what the source has, it knows itself. `chunk_tokens`: a multiple
+    of the target's blocks."""
+    first = tokens.start // chunk_tokens
+    writes = []
+    for number in range(first, -(-tokens.stop // chunk_tokens)):
+        chunk = range(number * chunk_tokens, (number + 1) * chunk_tokens)
+        blocks, wanted = _wanted(lane, chunk, target_blocks, tokens)
+        if wanted:
+            writes.append(ChunkWrite(number, wanted[0].start, wanted[-1].stop, tuple(blocks)))
+    return writes
+
+
 def _chunk_read(
     lane: Lane,
     chunk: range,
@@ -277,15 +306,10 @@ def _chunk_read(
     target_blocks: Sequence[int],
     tokens: range,
 ) -> ChunkRead:
-    width, unit_width = lane.target_block_tokens, lane.unit_tokens
-    blocks, wanted = [], set()
-    for start in range(chunk.start, chunk.stop, width):
-        end = min(start + width, tokens.stop)
-        is_wanted = tokens.start <= start < end and target_blocks[start // width] != SKIP
-        blocks.append(target_blocks[start // width] if is_wanted else SKIP)
-        if is_wanted:
-            wanted.update(range(start // unit_width, -(-end // unit_width)))
-    order = sorted(wanted)
+    unit_width = lane.unit_tokens
+    blocks, wanted = _wanted(lane, chunk, target_blocks, tokens)
+    units = (range(part.start // unit_width, -(-part.stop // unit_width)) for part in wanted)
+    order = sorted(set().union(*units))
     place = {unit: index for index, unit in enumerate(order)}
     first_unit = chunk.start // unit_width
     places = (place.get(first_unit + i, 0) for i in range(len(chunk) // unit_width))
@@ -294,6 +318,21 @@ def _chunk_read(
         tuple(places),
         tuple(blocks),
     )
+
+
+def _wanted(
+    lane: Lane, chunk: range, target_blocks: Sequence[int], tokens: range
+) -> tuple[list[int], list[range]]:
+    """The target's blocks of a chunk, SKIP for those not wanted; the tokens of those wanted."""
+    width = lane.target_block_tokens
+    blocks, wanted = [], []
+    for start in range(chunk.start, chunk.stop, width):
+        end = min(start + width, tokens.stop)
+        is_wanted = tokens.start <= start < end and target_blocks[start // width] != SKIP
+        blocks.append(target_blocks[start // width] if is_wanted else SKIP)
+        if is_wanted:
+            wanted.append(range(start, end))
+    return blocks, wanted
 
 
 def _source_unit(lane: Lane, source_blocks: Sequence[int], unit: int) -> int:

@@ -1,4 +1,4 @@
-"""Reads of one consumer rank, and the staging they land in.
+"""Reads of one consumer rank that pulls, and the staging they land in.
 
 A read cannot be called back. One whose load has failed keeps its slot in *quarantine* until it has
 ended, however long that takes; after one that was lost the slot *rests* for a while, since that
@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from kvferry.clock import Clock
 from kvferry.device.staging import Staging
 from kvferry.metrics import Metrics
-from kvferry.transfer.base import Ending, Link, Range, PostEnded
+from kvferry.transfer.base import Ending, Link, PostEnded, Range
+from kvferry.transfer.channel import Channel
 from kvferry.transfer.halves import Load
-from kvferry.transfer.plan import ChunkRead
-from kvferry.transfer.session import Channel, Peers, Session
+from kvferry.transfer.params import Offer
+from kvferry.transfer.plan import ChunkRead, ChunkWrite
+from kvferry.transfer.session import Peers, Session
 from kvferry.transfer.settings import Settings
 
 
@@ -38,13 +40,17 @@ class LoadJob:
 @dataclass(slots=True, eq=False)
 class ChunkJob:
     """One chunk of it through one channel. `posted_s`: when its read began; `ended_s`: when it was
-    seen to have ended; `ended_serial`: the last claim that had been sent by then."""
+    seen to have ended; `ended_serial`: the last claim that had been sent by then. `checksums`,
+    `is_torn`: of a page, see `unload.Chunk`."""
 
     job: LoadJob
+    offer: Offer
     session: Session
     channel: Channel
-    read: ChunkRead
+    read: ChunkRead | ChunkWrite
     slot: int = 0
+    checksums: tuple[int, ...] = ()
+    is_torn: bool = False
     posted_s: float = 0.0
     ended_s: float = 0.0
     ended_serial: int = 0
@@ -147,10 +153,12 @@ class Reads:
         """Nothing reads from or writes to the chunk's slot any more."""
         self._staging.give_back(chunk.slot)
 
-    def step(self) -> None:
+    def step(self) -> list[ChunkJob]:
+        """Returns chunks that cannot come any more: of reads, `take` says so."""
         now_s = self._clock.now_s()
         for until_s, slot in self._resting:
             if now_s >= until_s:
                 self._staging.give_back(slot)
         self._resting = [rest for rest in self._resting if now_s < rest[0]]
         self._metrics.set("kvferry_transfer_quarantine_bytes", self.quarantine_bytes)
+        return []

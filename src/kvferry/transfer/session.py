@@ -26,13 +26,15 @@ from kvferry.clock import Clock
 from kvferry.errors import ConfigError, Error, IncompatibleError, UnavailableError
 from kvferry.metrics import Metrics
 from kvferry.transfer.base import Link, Range
+from kvferry.transfer.channel import Channel, PushChannel, ReadChannel
+from kvferry.transfer.cut import cut_of, lane_geometry
 from kvferry.transfer.handshake import Introduction, RankEnd
 from kvferry.transfer.landing import Landing
 from kvferry.transfer.params import Offer
 from kvferry.transfer.plan import Lane, lanes, readers
 from kvferry.transfer.settings import Settings
 from kvferry.transfer.topology import RankLayout
-from kvferry.transfer.unload import AnyUnloader, Unloaders
+from kvferry.transfer.unload import Unloaders
 
 log = logging.getLogger(__name__)
 
@@ -56,21 +58,10 @@ class SessionState(Enum):
     LOST = "lost"
 
 
-@dataclass(frozen=True, slots=True)
-class Channel:
-    """One lane of one session, ready to be read."""
-
-    lane: Lane
-    landing: Landing
-    target_table: int
-    source_table: int
-    unloader: AnyUnloader
-
-
 @dataclass(slots=True, eq=False)
 class Session:
-    """`reads_out`: posted and not ended. `reader_count`: of this engine, at that rank. `address`:
-    of its peer, for people."""
+    """`reads_out`: posted and not ended; `invited_count`: what it may still write. `reader_count`:
+    of this engine, at that rank. `address`: of its peer, for people."""
 
     end: RankEnd
     lanes: tuple[Lane, ...]
@@ -80,6 +71,7 @@ class Session:
     state: SessionState = SessionState.LOST
     retry_s: float = float("-inf")
     reads_out: int = 0
+    invited_count: int = 0
     channels: tuple[Channel, ...] = ()
 
     @property
@@ -198,6 +190,12 @@ class Peers:
             self._dialer.submit(offer)
         return peer
 
+    def is_gone(self, boot: bytes) -> bool:
+        """Nobody answers there, or another process does."""
+        peer = self._peers[boot]
+        is_dialled_in_vain = peer.state in (PeerState.AWAY, PeerState.FOREIGN) and peer.reason
+        return peer.is_retired or bool(is_dialled_in_vain)
+
     def step(self) -> bool:
         """One round. True if anything moved."""
         results = self._dialer.poll()
@@ -286,11 +284,16 @@ class Peers:
             session.retry_s = float("inf")
 
     def _channel(self, session: Session, lane: Lane) -> Channel:
+        if self._settings.direction == "push":
+            settings = self._settings
+            cut = cut_of(lane, settings.slot_bytes, settings.page_tokens_max)
+            geometry = lane_geometry(lane, cut)
+            return PushChannel(lane, cut, geometry, self._unloaders.of_pages(lane, geometry))
         landing = Landing(lane, self._memory, self._settings.slot_bytes)
         unloader = self._unloaders.of(lane, landing)
         source_table = self._link.table(session.name, lane.source_strides())
         target_table = self._link.table(None, landing.strides())
-        return Channel(lane, landing, target_table, source_table, unloader)
+        return ReadChannel(lane, landing, target_table, source_table, unloader)
 
     def _forget_idle(self, peer: Peer) -> None:
         is_idle = self._clock.now_s() - peer.used_s > self._settings.peer_idle_s
@@ -298,7 +301,7 @@ class Peers:
             self._forget(peer)
 
     def _forget(self, peer: Peer) -> None:
-        if any(session.reads_out for session in peer.sessions.values()):
+        if any(session.reads_out or session.invited_count for session in peer.sessions.values()):
             return
         for session in peer.sessions.values():
             self._disconnect(session)
@@ -306,7 +309,7 @@ class Peers:
 
     def _disconnect(self, session: Session) -> None:
         for channel in session.channels:
-            self._link.drop_table(channel.target_table)
+            channel.drop(self._link)
         session.channels = ()
         session.state = SessionState.LOST
         if session.name:

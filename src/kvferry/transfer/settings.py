@@ -5,7 +5,7 @@ generated from them.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -52,6 +52,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             " engine exchanges nothing after an update."
         ),
     ] = None
+    direction: Annotated[
+        Literal["pull", "push"],
+        cluster(
+            description="Who moves the bytes: `pull`, consumers read when a prefill has finished;"
+            " `push`, producers write while they prefill, into the consumers' staging."
+        ),
+    ] = "pull"
     bind_host: Annotated[
         str,
         process(
@@ -94,24 +101,34 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             " a consumer asks for, before it says that there is none."
         ),
     ] = 2.0
-    # consumer
+    # consumer, and a producer that pushes
     staging_bytes: Annotated[
-        _Staging, process(description="Memory of each rank in which reads land.")
+        _Staging,
+        process(description="Memory of each rank in which reads land, or that is written from."),
     ] = 256 << 20
     slot_bytes: Annotated[
         _Staging | None,
         process(
-            description="The part of it that one read takes at most. Default: 8 MiB; 64 MiB on a"
-            " GPU, where reads are short and each costs the same."
+            description="The part of it that one read or page takes at most. Default: 8 MiB; 64 MiB"
+            " on a GPU, where reads are short and each costs the same."
         ),
     ] = None
+    page_tokens_max: Annotated[
+        int,
+        process(
+            ge=1,
+            le=1 << 20,
+            description="Where `direction` is `push`: tokens in one page at most, on the consumer's"
+            " word. Fewer: the first bytes go earlier; a page also fits a slot, of both sides.",
+        ),
+    ] = 512
     quarantine_bytes_max: Annotated[
         int,
         process(
             ge=0,
             le=1 << 44,
-            description="How much of it may be out of use, for reads that nobody can call back,"
-            " before nothing new is read.",
+            description="How much of it may be out of use, for reads and writes that nobody can"
+            " call back, before nothing new is transferred.",
         ),
     ] = 128 << 20
     claim_deadline_s: Annotated[
@@ -123,7 +140,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 30.0
     rest_s: Annotated[
         Seconds,
-        process(description="How long staging rests after a read that was lost."),
+        process(description="How long staging rests after a read or write that was lost."),
     ] = 30.0
     peer_idle_s: Annotated[
         Seconds, process(description="After how long an unused peer is forgotten.")

@@ -1,8 +1,9 @@
 """From a landing into the engine's blocks: two copies through a page by copiers of `device`, or one
-where blocks of both sides hold the same bytes in the same order.
+where blocks of both sides hold the same bytes in the same order, or where pages land.
 
-Only bytes that are surely what the producer held come here. Between two copies a chunk is asked
-once more whether it is still wanted. One thread, the mover's, except for `order`.
+What was read comes here when it is surely what the producer held; pages that a producer wrote are
+proven here. Between two copies a chunk is asked once more whether it is still wanted. One thread,
+the mover's, except for `order`.
 """
 
 from dataclasses import dataclass
@@ -10,16 +11,20 @@ from typing import Protocol
 
 from kvferry.device.base import Copier, Piece
 from kvferry.device.staging import Allocate, Staging, host_memory
-from kvferry.layout import Region
+from kvferry.layout import PageGeometry, Region
+from kvferry.transfer.cut import checksums_of
 from kvferry.transfer.landing import CopierMaker, Landing
-from kvferry.transfer.plan import ChunkRead, Lane
+from kvferry.transfer.plan import ChunkRead, ChunkWrite, Lane
 
 
 class Chunk(Protocol):
-    """What is unloaded."""
+    """What is unloaded. `checksums`: of a page's slices, as who wrote it says. `is_torn`: it is not
+    what it should be: its load must fail, whatever is in its blocks."""
 
-    read: ChunkRead
+    read: ChunkRead | ChunkWrite
     slot: int
+    checksums: tuple[int, ...]
+    is_torn: bool
 
     @property
     def is_wanted(self) -> bool:
@@ -125,7 +130,54 @@ class StraightUnloader:
         return not self._scatters
 
 
-AnyUnloader = Unloader | StraightUnloader
+class PageUnloader:
+    """As `StraightUnloader`, of pages that a producer wrote into host memory. Each is proven before
+    it is scattered, and again afterwards: a write of another load that comes late may land in
+    between, and no transport says when that cannot be any more."""
+
+    def __init__(self, geometry: PageGeometry, scatterer: Copier):
+        self._geometry = geometry
+        self._scatterer = scatterer
+        self._scatters: dict[int, Chunk] = {}
+        self._torn: list[Chunk] = []
+        self.ordered_step = -1
+
+    def open(self) -> None:
+        self._scatterer.open()
+
+    def close(self) -> None:
+        self._scatterer.close()
+
+    def order(self, step: int) -> None:
+        self._scatterer.order_scatters()
+        self.ordered_step = step
+
+    def begin(self, chunk: Chunk) -> bool:
+        if self._is_proven(chunk):
+            piece = Piece(chunk.read.blocks, chunk.slot)
+            self._scatters[self._scatterer.submit_scatter([piece])] = chunk
+        else:
+            chunk.is_torn = True
+            self._torn.append(chunk)
+        return True
+
+    def step(self) -> list[Chunk]:
+        through, self._torn = self._torn, []
+        for done in self._scatterer.poll():
+            chunk = self._scatters.pop(done.job)
+            chunk.is_torn = not self._is_proven(chunk)
+            through.append(chunk)
+        return through
+
+    def drain(self) -> bool:
+        self.step()
+        return not self._scatters
+
+    def _is_proven(self, chunk: Chunk) -> bool:
+        return checksums_of(chunk.slot, self._geometry) == chunk.checksums
+
+
+AnyUnloader = Unloader | StraightUnloader | PageUnloader
 
 
 class Unloaders:
@@ -148,6 +200,15 @@ class Unloaders:
         key = landing.regions(), lane.target, landing.geometry, rows
         if key not in self._unloaders:
             unloader = self._straight(landing, rows) if rows else self._through_pages(landing)
+            unloader.open()
+            self._unloaders = {**self._unloaders, key: unloader}
+        return self._unloaders[key]
+
+    def of_pages(self, lane: Lane, geometry: PageGeometry) -> AnyUnloader:
+        """Of a lane whose source writes pages."""
+        key = "pages", lane.target, geometry
+        if key not in self._unloaders:
+            unloader = PageUnloader(geometry, self._make_copier(lane.target, geometry))
             unloader.open()
             self._unloaders = {**self._unloaders, key: unloader}
         return self._unloaders[key]

@@ -30,7 +30,9 @@ CLOSE_S = 5.0
 
 
 class ProducerWorker:
-    """`memory`: the engine's own storages that hold the regions of `layout`, few and large."""
+    """`memory`: the engine's own storages that hold the regions of `layout`, few and large: what
+    readers may read. A producer that pushes exposes nothing: it writes out of memory that
+    `allocate` takes and `make_copier`'s copiers reach."""
 
     def __init__(
         self,
@@ -40,13 +42,15 @@ class ProducerWorker:
         link: Link,
         layout: RankLayout,
         memory: Sequence[Range],
+        make_copier: CopierMaker,
+        allocate: Allocate = host_memory,
     ):
         self._settings = settings
         self._link = link
         self._layout = layout
-        self._memory = tuple(memory)
+        self._memory = tuple(memory) if settings.direction == "pull" else ()
         self._end: RankEnd | None = None
-        self.rank = ProducerRank(settings, clock, metrics, link)
+        self.rank = ProducerRank(settings, clock, metrics, link, layout, make_copier, allocate)
         self.mover = Mover(settings, clock, metrics, link, self.rank)
 
     def open(self) -> RankEnd:
@@ -55,6 +59,7 @@ class ProducerWorker:
         self._link.open()
         for memory in self._memory:
             self._link.register(memory)
+        self.rank.open()
         return RankEnd(self._layout, self._link.describe(self._memory))
 
     def start(self) -> None:
@@ -63,7 +68,10 @@ class ProducerWorker:
     def close(self) -> bool:
         """False if the link is still in use: `memory` must stay mapped as long as the process
         lives."""
-        return self.mover.close(CLOSE_S) and self._link.close(CLOSE_S)
+        is_clear = self.mover.close(CLOSE_S) and self._link.close(CLOSE_S)
+        if is_clear:
+            self.rank.close()
+        return is_clear
 
 
 class ConsumerWorker:
@@ -104,7 +112,8 @@ class ConsumerWorker:
         self.mover.start()
 
     def close(self) -> bool:
-        """False if reads are out that nobody can call back: staging stays mapped for them."""
+        """False if reads or writes are out that nobody can call back: staging stays mapped for
+        them. A producer of this host may write here without our help (shared memory)."""
         is_clear = self.mover.close(CLOSE_S) and self._link.close(CLOSE_S)
         self.rank.close()
-        return is_clear
+        return is_clear and not self.rank.is_exposed

@@ -93,7 +93,7 @@ def load(request_id):
 
 
 def hold(request_id):
-    return Hold(request_id, b"t" * 16, b"g" * 16, 64, ((5, 6),))
+    return Hold(request_id, b"t" * 16, b"g" * 16, 64, ((5, 6),), b"k" * 32)
 
 
 def plans_of(loads=(), holds=()):

@@ -7,10 +7,18 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvferry.testing.clock import Chance
-from kvferry.testing.kv_memory import EngineShape, GroupModel, engine_memory, rank_layouts
+from kvferry.testing.copier import ReferenceCopier
+from kvferry.testing.kv_memory import (
+    EngineShape,
+    GroupMemory,
+    GroupModel,
+    engine_memory,
+    rank_layouts,
+)
 from kvferry.testing.tally import Tally
 from kvferry.testing.transfer_world.weather import EngineClock, Weather, WorldLink
 from kvferry.testing.world.checks import Failed
+from kvferry.transfer.base import Range
 from kvferry.transfer.compatibility import Compatibility
 from kvferry.transfer.halves import ProducerPlan
 from kvferry.transfer.handshake import Introduction, RankEnd
@@ -97,12 +105,13 @@ class ProducerEngine:
         identity = Identity(self.boot, namespace)
         self.producer = Producer(settings, clock, self.tally, identity, port)
         self.links, self._ranks, self.movers = [], [], []
-        for groups in self.memory:
+        for groups, layout in zip(self.memory, rank_layouts(self.memory), strict=True):
             link = WorldLink(fabric, clock)
             link.open()
-            for group in groups:
+            for group in groups if settings.direction == "pull" else ():
                 link.register(group.memory)
-            rank = ProducerRank(settings, clock, self.tally, link)
+            rank = ProducerRank(settings, clock, self.tally, link, layout, self._make_copier)
+            rank.open()
             self.links.append(link)
             self._ranks.append(rank)
             self.movers.append(Mover(settings, clock, self.tally, link, rank))
@@ -110,11 +119,18 @@ class ProducerEngine:
     def introduction(self) -> Introduction:
         layouts = rank_layouts(self.memory)
         ends = [
-            RankEnd(layout, link.describe([group.memory for group in groups]))
+            RankEnd(layout, link.describe(self._reachable(groups)))
             for layout, link, groups in zip(layouts, self.links, self.memory, strict=True)
         ]
         frame = msgspec.msgpack.encode(Introduction(self.boot, tuple(ends)))
         return msgspec.msgpack.decode(frame, type=Introduction)
+
+    def _reachable(self, groups: Sequence[GroupMemory]) -> list[Range]:
+        """Push exposes only staging, and only consumers'."""
+        return [group.memory for group in groups] if self._settings.direction == "pull" else []
+
+    def _make_copier(self, regions, geometry) -> ReferenceCopier:
+        return ReferenceCopier(regions, geometry, self._chance)
 
     @property
     def stands_still(self) -> bool:
@@ -185,6 +201,7 @@ class ProducerEngine:
             raise Failed("c", "a producer at rest still keeps blocks")
 
     def close(self) -> None:
-        for link in self.links:
+        for link, rank in zip(self.links, self._ranks, strict=True):
             if not link.close(0.0):
-                raise Failed("c", "a producer's link has reads out")
+                raise Failed("c", "a producer's link has reads or writes out")
+            rank.close()

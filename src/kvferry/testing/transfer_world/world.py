@@ -53,6 +53,8 @@ class World:
             self._listeners[port] = self._start_producer(port)
         self.consumers = [self._start_consumer() for _ in range(chance.choice([1, 2]))]
 
+    PRODUCER: type[ProducerEngine] = ProducerEngine
+
     def _draw_settings(self) -> Settings:
         chance = self._chance
         return Settings(
@@ -89,7 +91,7 @@ class World:
         return list(self._listeners.values())
 
     def _start_producer(self, port: int) -> ProducerEngine:
-        return ProducerEngine(
+        return self.PRODUCER(
             port,
             self._models,
             draw_shape(self._chance, self._models, self._opaque_tokens, BLOCKS),
@@ -163,20 +165,28 @@ class World:
             return
         if len(consumer.requests) >= REQUESTS_MAX or producer.stands_still:
             return
-        if not self._offers or chance.random() < 0.7:
-            document = chance.choice(self._documents)
-            count = chance.randint(1, PROMPT_TOKENS_MAX - 4)
-            prompt = Prompt(document.text, document.tokens[:count], document.extras)
-            params = producer.prefill(prompt)
-            if params is None:
-                return
-            self._offers.append((prompt, params))
-            if chance.random() < 0.1:
-                self.counts["offer that nobody takes"] += 1
-                return
+        if (not self._offers or chance.random() < 0.7) and not self._prefill(producer):
+            return
         prompt, params = chance.choice(self._offers) if chance.random() < 0.3 else self._offers[-1]
         for _ in range(chance.choice([1, 1, 1, 4])):
             self._ask(chance.choice([consumer, *self.consumers]), prompt, params)
+
+    def _prefill(self, producer: ProducerEngine) -> bool:
+        """False if there is nothing to go on with."""
+        prompt = self._draw_prompt()
+        params = producer.prefill(prompt)
+        if params is None:
+            return False
+        self._offers.append((prompt, params))
+        if self._chance.random() < 0.1:
+            self.counts["offer that nobody takes"] += 1
+            return False
+        return True
+
+    def _draw_prompt(self) -> Prompt:
+        document = self._chance.choice(self._documents)
+        count = self._chance.randint(1, PROMPT_TOKENS_MAX - 4)
+        return Prompt(document.text, document.tokens[:count], document.extras)
 
     def _ask(self, consumer: ConsumerEngine, prompt: Prompt, params: dict) -> None:
         """An honest client, or one of the others."""

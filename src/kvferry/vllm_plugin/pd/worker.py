@@ -98,6 +98,8 @@ class WorkerRole:
             NixlLink(self._clock, memory=self._place.memory),
             layout,
             storages(self._kv_caches),
+            self._place.make_copier,
+            self._place.allocate,
         )
         end = self._producer.open()
         self._producer.start()
