@@ -215,9 +215,10 @@ TRANSFER = (
     counter(
         "transfer_leases_ended",
         "leases",
-        "Leases that ended at a rank. `expired`: nobody said that he was done.",
+        "Leases that ended at a rank. `expired`: nobody said that he was done; `cancelled`: of a"
+        " prefill that was to be pushed, and was aborted or not kept.",
         "`expired`: consumers never came (a router that dropped requests), or are cut off.",
-        reason=("released", "expired"),
+        reason=("released", "expired", "cancelled"),
     ),
     gauge("transfer_leases_held", "leases", "Leases that a rank keeps.", "See the oldest one."),
     gauge(

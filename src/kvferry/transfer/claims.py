@@ -15,13 +15,12 @@ One thread: the mover's, except that the engine's empties `granted` and `refused
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from kvferry.clock import Clock
 from kvferry.metrics import Metrics
-from kvferry.transfer.base import Link, Range
+from kvferry.transfer.base import Link
 from kvferry.transfer.lease import REMEMBERED_MAX, HeldUntil
 from kvferry.transfer.messages import Claim, Grant, Release, State, seal_message
 from kvferry.transfer.params import Offer
@@ -117,9 +116,9 @@ class Claims:
         self.granted: deque[str] = deque()
         self.refused: deque[tuple[str, str]] = deque()
 
-    def open(self, reachable: Sequence[Range] = ()) -> None:
-        """The link is open. `reachable`: what sources may write to."""
-        self._description = self._link.describe(reachable)
+    def open(self, description: bytes) -> None:
+        """`description`: of our end, so that sources can answer."""
+        self._description = description
 
     @property
     def is_idle(self) -> bool:

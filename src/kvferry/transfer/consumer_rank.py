@@ -85,7 +85,10 @@ class ConsumerRank:
         self._staging.open()
         self._link.register(self._reads.memory)
         self.peers.open(self._reads.memory)
-        self._claims.open([self._reads.memory] if self._settings.direction == "push" else ())
+        is_written = self._settings.direction == "push"
+        description = self._link.describe([self._reads.memory] if is_written else ())
+        self._reads.open(description)
+        self._claims.open(description)
 
     def close(self) -> None:
         self._unloaders.close()
@@ -224,9 +227,9 @@ class ConsumerRank:
         return self._reads.out_count
 
     @property
-    def is_exposed(self) -> bool:
-        """A source may still write into staging."""
-        return isinstance(self._reads, Invitations) and self._reads.out_count > 0
+    def exposed_to(self) -> set[str]:
+        """Ends of sources that may still write into staging."""
+        return self._reads.invited if isinstance(self._reads, Invitations) else set()
 
     @property
     def taken_count(self) -> int:

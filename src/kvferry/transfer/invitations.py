@@ -62,9 +62,14 @@ class Invitations:
         self._link = link
         self._peers = peers
         self._staging = staging
+        self._description = b""
         self._count = 0
         self._open: dict[int, _Invitation] = {}
         self._resting: list[tuple[float, int]] = []  # until when, slot
+
+    def open(self, description: bytes) -> None:
+        """`description`: of our end, which opens staging to whoever has it."""
+        self._description = description
 
     @property
     def memory(self) -> Range:
@@ -73,6 +78,11 @@ class Invitations:
     @property
     def out_count(self) -> int:
         return len(self._open)
+
+    @property
+    def invited(self) -> set[str]:
+        """Ends of those who have not answered; "" for who cannot be reached."""
+        return {invitation.chunk.session.name for invitation in self._open.values()}
 
     @property
     def given_up_count(self) -> int:
@@ -161,11 +171,18 @@ class Invitations:
             channel: PushChannel = chunk.channel
             staging = self._staging
             slots = Slots(staging.address, staging.slot_bytes, staging.slot_count)
-            sender, key = self._link.name, offer.key
-            body = Invite(sender, offer.transfer, key, channel.cut, slots, places)
+            body = Invite(
+                self._link.name,
+                self._description,
+                offer.transfer,
+                offer.key,
+                channel.cut,
+                slots,
+                places,
+            )
         else:
             numbers = tuple(place.number for place in places)
-            body = Stop(self._link.name, offer.transfer, numbers)
+            body = Stop(self._link.name, self._description, offer.transfer, numbers)
         frame = seal_message(self._settings.secret, session.name, body)
         if not self._link.notify(session.name, frame):
             self._peers.lose(session)

@@ -162,11 +162,14 @@ class LeaseBook:
         """Whether a lease lives, as far as anybody has looked: blocks are given back later."""
         return transfer in self._leases
 
-    def cancel(self, request_id: str) -> None:
-        """A lease ends although nobody is done with it, and nobody is told (`take_ended`)."""
-        for lease in [lease for lease in self._leases.values() if lease.request_id == request_id]:
+    def cancel(self, request_id: str) -> bool:
+        """A lease ends although nobody is done with it, and nobody is told (`take_ended`). False if
+        it was over."""
+        found = [lease for lease in self._leases.values() if lease.request_id == request_id]
+        for lease in found:
             self._end(lease, "cancelled")
         self._ended = [ended for ended in self._ended if ended[0] != request_id]
+        return bool(found)
 
     def end_expired(self) -> None:
         """Ends what is over."""

@@ -94,9 +94,10 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 
 class Invite(msgspec.Struct, frozen=True, array_like=True, tag="invite"):
     """Reader to source: write these pages. `key`: of the transfer's tokens, as the reader knows
-    them."""
+    them. `description`: of the reader's end, as in a claim, with its staging."""
 
     sender: str
+    description: bytes
     transfer: bytes
     key: bytes
     cut: Cut
@@ -108,6 +109,7 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
     """Reader to source: do not write these, and say for each when that is sure."""
 
     sender: str
+    description: bytes
     transfer: bytes
     numbers: tuple[int, ...]
 

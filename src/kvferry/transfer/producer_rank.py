@@ -17,7 +17,16 @@ from kvferry.transfer.base import Link, PostEnded
 from kvferry.transfer.halves import Begin, Hold, ProducerPlan, Progress, Tables
 from kvferry.transfer.landing import CopierMaker
 from kvferry.transfer.lease import LeaseBook
-from kvferry.transfer.messages import Body, Claim, Grant, Invite, Release, Stop, seal_message
+from kvferry.transfer.messages import (
+    Answer,
+    Body,
+    Claim,
+    Grant,
+    Invite,
+    Release,
+    Stop,
+    seal_message,
+)
 from kvferry.transfer.pushes import Pushes
 from kvferry.transfer.settings import Settings
 from kvferry.transfer.topology import RankLayout
@@ -72,6 +81,7 @@ class ProducerRank:
                 allocate,
                 self._book,
                 self._lock,
+                self._send,
             )
         self._away: dict[bytes, float] = {}
 
@@ -119,7 +129,8 @@ class ProducerRank:
         for request_id in (*plan.withdrawn, *plan.cancelled):
             pushes.withdraw(request_id)
         for request_id in plan.cancelled:
-            self._book.cancel(request_id)
+            if self._book.cancel(request_id):
+                self._metrics.count("kvferry_transfer_leases_ended_total", reason="cancelled")
             self._running.discard(request_id)
             self._early_ended.discard(request_id)
         for begin in plan.begins:
@@ -175,7 +186,7 @@ class ProducerRank:
                 self._book.release(body)
         if grant is not None:
             self._answer(body, grant)
-        if isinstance(body, Invite | Stop) and self._pushes is not None:
+        if isinstance(body, Invite | Stop) and self._pushes is not None and self._meet(body):
             self._pushes.take(body)
 
     def stand_aside(self) -> bool:
@@ -198,11 +209,17 @@ class ProducerRank:
             grant.token_count,
             grant.tables if self._pushes is None else (),
         )
-        if not self._link.notify(name, seal_message(self._settings.secret, name, grant)):
-            self._metrics.count("kvferry_transfer_messages_dropped_total", reason="no_way_back")
-            self._forget(name)  # what is known of the way is stale: the next claim connects anew
+        self._send(name, grant)
 
-    def _meet(self, claim: Claim) -> bool:
+    def _send(self, name: str, body: Grant | Answer) -> None:
+        if not self._link.notify(name, seal_message(self._settings.secret, name, body)):
+            self._metrics.count("kvferry_transfer_messages_dropped_total", reason="no_way_back")
+            if name in self._readers:
+                self._forget(
+                    name
+                )  # what is known of the way is stale: the next claim makes it anew
+
+    def _meet(self, claim: Claim | Invite | Stop) -> bool:
         """Knows the way back to who sent it, by what it says. Who cannot be reached is left alone
         for a while: he may have died with many claims under way, and each connection to a process
         that is gone costs a socket for ever (UCX over tcp, NIXL 1.5.1)."""

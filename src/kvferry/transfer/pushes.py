@@ -17,7 +17,7 @@ rank's lock; everything else is the mover's thread's.
 
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -114,7 +114,9 @@ class Pushes:
         allocate: Allocate,
         book: LeaseBook,
         lock: threading.Lock,
+        send: Callable[[str, Answer], None],
     ):
+        """`send`: best effort: who gets no answer asks again."""
         self._settings = settings
         self._clock = clock
         self._metrics = metrics
@@ -123,6 +125,7 @@ class Pushes:
         self._make_copier = make_copier
         self._book = book
         self._lock = lock
+        self._send = send
         self._staging = Staging(settings.staging_bytes, settings.slot_bytes, allocate)
         self._sources: dict[bytes, _Source] = {}
         self._transfers: dict[str, bytes] = {}  # by request
@@ -362,10 +365,6 @@ class Pushes:
     def _end(self, page: _Page, outcome: Outcome) -> None:
         page.step, page.answer = Step.ENDED, Answer(page.number, outcome)
         self._send(page.reader, page.answer)
-
-    def _send(self, reader: str, answer: Answer) -> None:
-        """Best effort: who gets no answer asks again."""
-        self._link.notify(reader, seal_message(self._settings.secret, reader, answer))
 
     def _free(self, page: _Page) -> None:
         self._staging.give_back(page.slot)

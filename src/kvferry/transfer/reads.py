@@ -81,6 +81,9 @@ class Reads:
         self._out: dict[int, ChunkJob] = {}
         self._resting: list[tuple[float, int]] = []  # until when, slot
 
+    def open(self, description: bytes) -> None:
+        """Sources need not know of reads."""
+
     @property
     def memory(self) -> Range:
         return Range(self._staging.address, self._staging.length_bytes)

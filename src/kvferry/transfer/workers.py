@@ -116,4 +116,4 @@ class ConsumerWorker:
         them. A producer of this host may write here without our help (shared memory)."""
         is_clear = self.mover.close(CLOSE_S) and self._link.close(CLOSE_S)
         self.rank.close()
-        return is_clear and not self.rank.is_exposed
+        return is_clear and not self.rank.exposed_to

@@ -264,6 +264,6 @@ class ConsumerEngine:
 
     def close(self) -> None:
         for link, rank in zip(self.links, self.ranks, strict=True):
-            if link.close(0.0) != (rank.out_count == 0 or rank.is_exposed):
+            if link.close(0.0) != (rank.out_count == 0 or bool(rank.exposed_to)):
                 raise Failed("c", f"a link of {self.name} closes in spite of reads that are out")
             rank.close()

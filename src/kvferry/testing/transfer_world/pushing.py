@@ -20,6 +20,7 @@ from kvferry.transfer.producer import Prefix
 from kvferry.transfer.settings import Settings
 
 SLOT_BYTES = 1 << 15
+RUNNING_MAX = 4
 
 
 @dataclass(eq=False)
@@ -45,6 +46,10 @@ class PushingProducer(ProducerEngine):
         self._freed: list[list[list[int]]] = []
         self.offers: list[tuple[Prompt, dict]] = []
 
+    @property
+    def running_count(self) -> int:
+        return len(self._running)
+
     def start(self, prompt: Prompt, params: dict[str, Any], takes_offer: bool) -> None:
         self._request_count += 1
         request_id = f"prefill {self._request_count}"
@@ -66,7 +71,9 @@ class PushingProducer(ProducerEngine):
         for rank in self._ranks:
             with self._clock.scheduling():
                 rank.begin(msgspec.msgpack.decode(plan, type=ProducerPlan))
+        self._let_movers_run()
         self._compute(ends)
+        self._let_movers_run()
         for number, rank in enumerate(self._ranks):
             with self._clock.scheduling():
                 ended = rank.take_ended()
@@ -75,6 +82,12 @@ class PushingProducer(ProducerEngine):
         for running in [r for r in self._running if r.computed == len(r.prompt.tokens)]:
             self._finish(running)
 
+    def _let_movers_run(self) -> None:
+        """They do not wait for the engine."""
+        for mover in self.movers:
+            for _ in range(self._chance.choice([0, 1, 3])):
+                mover.step()
+
     @property
     def is_idle(self) -> bool:
         return super().is_idle and not self._running
@@ -82,7 +95,8 @@ class PushingProducer(ProducerEngine):
     def _schedule(self, running: Running) -> int:
         """How many tokens it has after this step."""
         producer, prefix = self.producer, Prefix(running.prompt.tokens, running.prompt.extras)
-        if running.tables is not None and self._chance.random() < 0.05:
+        is_calm = self._weather.is_calm
+        if running.tables is not None and not is_calm and self._chance.random() < 0.1:
             self._counts["preempted"] += 1
             self._freed.append(running.tables)
             self._pools.give_back(running.tables)
@@ -96,7 +110,10 @@ class PushingProducer(ProducerEngine):
         if running.is_new:
             running.is_new = False
             producer.appointed(running.request_id, running.params, prefix)
-        end = min(running.computed + self._chance.choice([3, 8, 40]), len(prefix.tokens))
+        end = min(
+            running.computed + self._chance.choice([8, 40] if is_calm else [0, 0, 1, 3, 8, 40]),
+            len(prefix.tokens),
+        )
         tables = tuple(tuple(table) for table in running.tables)
         producer.progress(running.request_id, end, tables)
         return end
@@ -147,10 +164,12 @@ class PushWorld(World):
     PRODUCER = PushingProducer
 
     def _draw_settings(self) -> Settings:
+        self._weather.losses = self._chance.choice([0.15, 3])
         settings, chance = super()._draw_settings(), self._chance
         return msgspec.structs.replace(
             settings,
             direction="push",
+            rest_s=chance.choice([0.01, 0.2]),
             staging_bytes=chance.choice([4, 12]) * SLOT_BYTES,
             slot_bytes=SLOT_BYTES,
             quarantine_bytes_max=chance.choice([1, 4]) * SLOT_BYTES,
@@ -166,6 +185,8 @@ class PushWorld(World):
 
     def _prefill(self, producer: PushingProducer) -> bool:
         """Of a router that waits for the producer, or of one that asks both engines at once."""
+        if producer.running_count >= RUNNING_MAX:
+            return bool(self._offers)
         chance, prompt = self._chance, self._draw_prompt()
         if chance.random() < 0.3:
             producer.start(prompt, {"do_remote_decode": True}, chance.random() < 0.9)
@@ -186,10 +207,16 @@ class PushWorld(World):
             consumer.add(request)
         return False
 
+    def _is_at_rest(self) -> bool:
+        """Whose process stands still for ever keeps what it was invited to; nobody else does."""
+        ranks = [rank for consumer in self.consumers for rank in consumer.ranks]
+        exposed_to = set().union(*(rank.exposed_to for rank in ranks))
+        return super()._is_at_rest() and exposed_to <= self._weather.frozen
+
     def _slow_down(self, consumer: ConsumerEngine, until_s: float) -> None:
         """Writes get nowhere."""
         links = (link.name for producer in self._producers for link in producer.links)
-        self._weather.slow_readers.update(dict.fromkeys(links, until_s))
+        self._weather.slow_posters.update(dict.fromkeys(links, until_s))
 
 
 if __name__ == "__main__":

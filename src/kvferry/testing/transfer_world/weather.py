@@ -12,6 +12,9 @@ from kvferry.transfer.memory import Fabric, MemoryLink, Motion
 from kvferry.transfer.params import Offer
 from kvferry.transfer.session import Dialled
 
+GUSTS = 8
+"""How often after a read or write has ended, lost ones are likely to land."""
+
 
 class EngineClock(SimClock):
     """One engine's view of time: another origin and another rate than all others."""
@@ -37,8 +40,10 @@ class Weather:
         self._counts = counts
         self.paused: dict[str, float] = {}
         self.frozen: set[str] = set()
-        self.slow_readers: dict[str, float] = {}
+        self.slow_posters: dict[str, float] = {}
         self.is_calm = False
+        self.losses = 0.15
+        self._gusts = 0
         self._loss = chance.choice([0.0, 0.05, 0.3])
         self._slowness = chance.choice([5, 5, 60])
 
@@ -50,17 +55,21 @@ class Weather:
     def moves(self, poster: str, peer: str) -> Motion:
         if self.stands_still(peer):
             return Motion.WAIT
-        if not self.is_calm and self.slow_readers.get(poster, 0.0) > self._true.now_s():
+        if not self.is_calm and self.slow_posters.get(poster, 0.0) > self._true.now_s():
             return Motion.WAIT
         if self.is_calm:
             return Motion.END
-        weights = [self._slowness, 3, 1, 6, 0.15]
+        weights = [self._slowness, 3, 1, 6, self.losses]
         motion = self._chance.choices(list(Motion), weights)[0]
         self._counts[f"read {motion.value}"] += 1
+        if motion is Motion.END:
+            self._gusts = GUSTS
         return motion
 
     def strays(self) -> bool:
-        return self._chance.random() < 0.02
+        """Mostly when something else has just been written, in its place perhaps."""
+        self._gusts = max(self._gusts - 1, 0)
+        return self._chance.random() < (0.1 if self._gusts else 0.001)
 
     def letters(self, sender: str, receiver: str) -> int | None:
         if receiver in self.frozen:

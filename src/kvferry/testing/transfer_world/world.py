@@ -258,7 +258,7 @@ class World:
             self.consumers.append(self._start_consumer())
 
     def _slow_down(self, consumer: ConsumerEngine, until_s: float) -> None:
-        self._weather.slow_readers.update({link.name: until_s for link in consumer.links})
+        self._weather.slow_posters.update({link.name: until_s for link in consumer.links})
 
     def _be_absent(self, producer: ProducerEngine, consumer: ConsumerEngine) -> None:
         """A consumer does nothing for longer than a lease (it compiles), its reads go on, slowly,
@@ -284,11 +284,14 @@ class World:
         self.note("calm")
         self._weather.is_calm = True
         for _ in range(ROUNDS_MAX):
-            if all(engine.is_idle for engine in (*self._producers, *self.consumers)):
+            if self._is_at_rest():
                 return
             self._round()
         busy = [e for e in (*self._producers, *self.consumers) if not e.is_idle]
         raise Failed("d", f"{[type(e).__name__ for e in busy]} did not come to rest")
+
+    def _is_at_rest(self) -> bool:
+        return all(engine.is_idle for engine in (*self._producers, *self.consumers))
 
     def _round(self) -> None:
         self._true.advance(0.005)
