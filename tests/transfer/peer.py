@@ -12,7 +12,7 @@ from kvferry.clock import SystemClock
 from kvferry.device.host import HostCopier
 from kvferry.testing.kv_memory import EngineShape, GroupModel, engine_memory, rank_layouts
 from kvferry.testing.tally import Tally
-from kvferry.transfer.compatibility import Compatibility
+from kvferry.transfer.compatibility import Compatibility, compatibility_of
 from kvferry.transfer.handshake import Listener
 from kvferry.transfer.nixl_link import NixlLink
 from kvferry.transfer.producer import Identity, Prefix, Producer
@@ -22,7 +22,6 @@ from kvferry.transfer.workers import ProducerWorker
 SECRET = b"0123456789abcdef"
 NAMESPACE = b"n" * 32
 MODELS = (GroupModel(tuple(f"layer {n}" for n in range(4)), 2),)
-COMPATIBILITY = Compatibility({"model": "m"})
 BLOCKS = 512
 SHAPE = EngineShape(1, (16,), (1,), ("LBHN",), BLOCKS)
 
@@ -42,8 +41,12 @@ def settings(**changes) -> Settings:
     )
 
 
+def compatibility(used: Settings) -> Compatibility:
+    return compatibility_of({"model": "m"}, used.direction)
+
+
 class Served:
-    """The producer itself."""
+    """The producer itself. `running`: a prefill that takes steps, and its blocks."""
 
     def __init__(self, changes: dict):
         self.settings, self.clock, self.tally = settings(**changes), SystemClock(), Tally()
@@ -61,7 +64,9 @@ class Served:
             lambda regions, geometry: HostCopier(regions, geometry, 1),
         )
         boot = self.clock.random_bytes(16)
-        self.listener = Listener(self.settings, boot, COMPATIBILITY, self.clock, self.tally)
+        self.listener = Listener(
+            self.settings, boot, compatibility(self.settings), self.clock, self.tally
+        )
         end = self.worker.open()
         self.listener.open()
         self.listener.serve((end,))
@@ -71,6 +76,32 @@ class Served:
             self.settings, self.clock, self.tally, identity, self.listener.port
         )
         self.count = 0
+        self.is_ended: set[str] = set()
+        self.running: tuple[str, str, range, dict, int] | None = None
+
+    def start(self, params: dict, text: str, token_count: int, first_block: int) -> None:
+        self.count += 1
+        blocks = range(first_block, first_block - (-token_count // SHAPE.block_tokens[0]))
+        self.running = f"request {self.count}", text, blocks, params, token_count
+        assert self.producer.appointed(self.running[0], params, Prefix(range(token_count)))
+        self.compute(0)
+
+    def compute(self, computed: int) -> None:
+        """One step, after which so many tokens are there; with the last one it is finished."""
+        request_id, text, blocks, params, token_count = self.running
+        self.producer.progress(request_id, computed, (tuple(blocks),))
+        self.worker.rank.begin(self.producer.plan())
+        for index, block in enumerate(blocks):
+            self.group.write(block, index, text, computed)
+        self.is_ended |= self.worker.rank.take_ended()
+        if computed == token_count:
+            prefix = Prefix(range(token_count))
+            self.producer.finished(request_id, params, prefix, (tuple(blocks),))
+            self.worker.rank.begin(self.producer.plan())
+
+    def abort(self) -> None:
+        self.producer.cancel(self.running[0])
+        self.worker.rank.begin(self.producer.plan())
 
     def prefill(self, text: str, token_count: int, first_block: int) -> dict:
         blocks = range(first_block, first_block - (-token_count // SHAPE.block_tokens[0]))
@@ -91,7 +122,8 @@ class Served:
             self.group.write(block, 0, "another user's text")
 
     def ended(self) -> list[str]:
-        ended = sorted(self.worker.rank.take_ended())
+        ended = sorted(self.is_ended | self.worker.rank.take_ended())
+        self.is_ended = set()
         self.producer.ended(ended)
         return ended
 

@@ -96,11 +96,16 @@ class Rig:
         self.report = Report()
         self.finished = []
 
+    @property
+    def reachable(self):
+        return [self.source_group.memory] if self.settings.direction == "pull" else []
+
     def start_producer(self):
         self.boot = self.clock.random_bytes(16)
         self.source_link = self.wrap(MemoryLink(self.fabric, self.clock))
         self.source_link.open()
-        self.source_link.register(self.source_group.memory)
+        for memory in self.reachable:
+            self.source_link.register(memory)
         self.source_rank = ProducerRank(
             self.source_settings,
             self.clock,
@@ -133,7 +138,7 @@ class Rig:
         if offer.boot != self.boot:
             return UnavailableError("transfer.boot", "another one")
         (layout,) = rank_layouts(self.source)
-        description = self.source_link.describe([self.source_group.memory])
+        description = self.source_link.describe(self.reachable)
         return Introduction(self.boot, (RankEnd(layout, description),))
 
     # Both engines

@@ -24,8 +24,10 @@ from kvferry.testing.kv_memory import (
 )
 from kvferry.testing.staging import Buffer
 from kvferry.transfer.base import Range
+from kvferry.transfer.cut import cut_of, lane_geometry, source_of
 from kvferry.transfer.landing import Landing
-from kvferry.transfer.plan import cell_of, chunk_reads, lanes, readers
+from kvferry.transfer.messages import Cut
+from kvferry.transfer.plan import cell_of, chunk_reads, chunk_writes, lanes, readers
 from kvferry.transfer.topology import RankLayout, check_layout
 
 SLOT_BYTES = 16384
@@ -41,7 +43,7 @@ def pieces(strides):
     ]
 
 
-def move(lane, source_blocks, target_blocks, tokens):
+def pull(lane, sources, source_blocks, target_blocks, tokens):
     """One lane, by hand."""
     staging = Buffer(4 * SLOT_BYTES)
     landing = Landing(lane, Range(staging.address, staging.length_bytes), SLOT_BYTES)
@@ -60,6 +62,25 @@ def move(lane, source_blocks, target_blocks, tokens):
         gatherer.submit_gather([landing.gather(read, slot, page.address)])
         gatherer.poll()
         scatterer.submit_scatter([Piece(read.blocks, page.address)])
+        scatterer.poll()
+
+
+def push(lane, sources, source_blocks, target_blocks, tokens):
+    """As `pull`, by pages that the source gathers, with what it knows of itself."""
+    cut = cut_of(lane, 4 * SLOT_BYTES, 8)
+    group, regions, geometry = source_of(sources[lane.source_rank], cut)
+    assert geometry == lane_geometry(lane, cut)
+    page = Buffer(geometry.page_bytes)
+    gatherer = ReferenceCopier(regions, geometry)
+    scatterer = ReferenceCopier(lane.target, geometry)
+    for write in chunk_writes(lane, cut.chunk_tokens, target_blocks, tokens):
+        first = write.chunk * cut.chunk_tokens // group.block_tokens
+        last = len(source_blocks) - 1
+        chunk = range(first, first + cut.chunk_tokens // group.block_tokens)
+        blocks = tuple(source_blocks[min(index, last)] for index in chunk)
+        gatherer.submit_gather([Piece(blocks, page.address)])
+        gatherer.poll()
+        scatterer.submit_scatter([Piece(write.blocks, page.address)])
         scatterer.poll()
 
 
@@ -97,9 +118,10 @@ class Pair:
         return rank_layouts(self.source), rank_layouts(self.target)
 
 
+@pytest.mark.parametrize("move", [pull, push])
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 1 << 32))
-def test_what_was_at_the_source_is_at_the_target(seed):
+@given(seed=st.integers(0, 1 << 32))
+def test_what_was_at_the_source_is_at_the_target(move, seed):
     pair = Pair(seed)
     pair.fill()
     sources, targets = pair.layouts()
@@ -110,6 +132,7 @@ def test_what_was_at_the_source_is_at_the_target(seed):
             tokens = range(starts[lane.target_group], pair.token_count)
             move(
                 lane,
+                sources,
                 pair.source_tables[lane.source_group],
                 pair.target_tables[lane.target_group],
                 tokens,
@@ -266,3 +289,23 @@ def test_a_layout_that_cannot_be_is_refused(lie):
     )
     with pytest.raises(IncompatibleError):
         check_layout(lying)
+
+
+def test_a_reader_gets_no_pages_of_what_is_not_here():
+    """Whatever a peer asks for, nothing beside this rank's own heads and layers is gathered."""
+    memory = engine_memory((GroupModel(("a", "b"), 2),), EngineShape(2, (4,), (1,), ("LBHN",), 8))
+    layout = rank_layouts(memory)[1]
+    assert source_of(layout, Cut(0, ("a",), 1, 1, 8))
+    for cut in (
+        Cut(1, ("a",), 1, 1, 8),
+        Cut(-1, ("a",), 1, 1, 8),
+        Cut(0, (), 1, 1, 8),
+        Cut(0, ("c",), 1, 1, 8),
+        Cut(0, ("a",), 0, 1, 8),
+        Cut(0, ("a",), 1, 2, 8),
+        Cut(0, ("a",), 1, 0, 8),
+        Cut(0, ("a",), 1, 1, 6),
+        Cut(0, ("a",), 1, 1, 0),
+    ):
+        with pytest.raises(IncompatibleError):
+            source_of(layout, cut)

@@ -33,7 +33,7 @@ pytestmark = [
 ]
 
 if not pytestmark[0].args[0]:
-    from tests.transfer.peer import COMPATIBILITY, MODELS, NAMESPACE, Peer, settings
+    from tests.transfer.peer import MODELS, NAMESPACE, Peer, compatibility, settings
 
 TOKENS = 400
 ROUNDS = 60_000
@@ -55,7 +55,7 @@ class Engine:
             NixlLink(self.clock),
             layouts[0],
             layouts,
-            COMPATIBILITY,
+            compatibility(self.settings),
             lambda regions, geometry: HostCopier(regions, geometry, 1),
         )
         self.runner = Runner(self.clock, Metrics())
