@@ -136,7 +136,7 @@ class ProducerRank:
         for begin in plan.begins:
             self._running.add(begin.request_id)
             self._begin(begin, ())
-        self._progress = plan.progress
+        self._progress += plan.progress
 
     def _begin(self, begun: Begin | Hold, tables: Tables) -> None:
         self._answers += self._book.begin(

@@ -62,11 +62,18 @@ def test_states_of_mamba_are_refused():
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_memory_is_read_where_it_is(device):
     other = {"cpu": "cuda", "cuda": "cpu"}[device]
-    refusals.check_memory(SimpleNamespace(kv_buffer_device=device), {device})
+    refusals.check_memory(Settings(), SimpleNamespace(kv_buffer_device=device), {device})
     with pytest.raises(ConfigError, match=f"'{other}', and the KV cache lies in {device} memory"):
-        refusals.check_memory(SimpleNamespace(kv_buffer_device=other), {device})
+        refusals.check_memory(Settings(), SimpleNamespace(kv_buffer_device=other), {device})
 
 
 def test_memory_that_no_copier_reaches_is_refused():
     with pytest.raises(ConfigError, match="xpu memory"):
-        refusals.check_memory(SimpleNamespace(kv_buffer_device="xpu"), {"xpu"})
+        refusals.check_memory(Settings(), SimpleNamespace(kv_buffer_device="xpu"), {"xpu"})
+
+
+def test_push_is_for_host_memory():
+    push = Settings(direction="push")
+    refusals.check_memory(push, SimpleNamespace(kv_buffer_device="cpu"), {"cpu"})
+    with pytest.raises(ConfigError, match='direction is "push"'):
+        refusals.check_memory(push, SimpleNamespace(kv_buffer_device="cuda"), {"cuda"})

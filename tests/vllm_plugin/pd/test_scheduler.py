@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from vllm.v1.request import RequestStatus
 
@@ -10,7 +11,7 @@ from kvferry.metrics import Metrics
 from kvferry.testing.clock import ManualClock
 from kvferry.transfer.halves import ProducerPlan
 from kvferry.transfer.handshake import RankEnd
-from kvferry.transfer.params import read
+from kvferry.transfer.params import Offer, appoint, read
 from kvferry.transfer.settings import Settings
 from kvferry.transfer.topology import RankLayout
 from kvferry.vllm_plugin.pd.messages import Plans, Ready
@@ -163,3 +164,85 @@ def test_ranks_that_are_of_two_engines_are_refused():
         made.open([ready(0, order="a"), ready(1, order="b")])
     with pytest.raises(ConfigError, match="2 ranks"):
         made.open([ready(1)])
+
+
+OFFER = Offer(b"", b"", "host", 1, b"n" * 32, b"", 0)
+
+
+@pytest.fixture
+def pushing():
+    """A producer of two groups, the second of which has a window."""
+    shape = Shape(1, (32, 64), True, False, shrinking_groups=frozenset({1}))
+    settings = Settings(secret=SECRET, direction="push")
+    role = SchedulerRole(settings, ManualClock(), Metrics(), shape, Adapters(0.0))
+    role._runner.start = lambda: None
+    role.open([ready()])
+    yield role
+    role.close()
+
+
+def appointed(role, request_id="p"):
+    offer = msgspec.structs.replace(OFFER, boot=role._producer._identity.boot)
+    params, _ = appoint(SECRET, offer, request_id.encode() * 16)
+    arrived = request(params, request_id, status=RequestStatus.RUNNING)
+    role.new_request(arrived)
+    return arrived
+
+
+def scheduled(role, computed, tokens, preempted=(), request_id="p"):
+    """One step; what ranks get to hear of it."""
+    state = SimpleNamespace(get_block_ids=lambda request_id: TABLES)
+    role.scheduled(
+        SimpleNamespace(
+            preempted_req_ids=preempted,
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[request_id] if tokens else [],
+                num_computed_tokens=[computed] if tokens else [],
+                new_block_ids=[None] if tokens else [],
+                resumed_req_ids=(),
+            ),
+            num_scheduled_tokens={request_id: tokens},
+            kv_connector_block_state=state,
+        )
+    )
+    return role.build().producer
+
+
+def test_what_is_computed_of_an_appointment_is_told_step_by_step(pushing):
+    """Of a group that gives blocks up it is told at the end: they may be others' before."""
+    arrived = appointed(pushing)
+    plan = scheduled(pushing, 0, 40)
+    assert [begin.token_count for begin in plan.begins] == [100]
+    assert [(p.computed_tokens, p.tables) for p in plan.progress] == [(40, ((-1, 5, 6, 7), ()))]
+    assert [p.computed_tokens for p in scheduled(pushing, 40, 60).progress] == [100]
+    assert scheduled(pushing, 100, 1) == ProducerPlan()
+    arrived.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    assert pushing.finished(arrived, TABLES)
+    (hold,) = pushing.build().producer.holds
+    assert hold.transfer == b"p" * 16 and hold.tables == ((-1, 5, 6, 7), (1, 2))
+
+
+def test_blocks_are_withdrawn_in_the_step_that_may_overwrite_them(pushing):
+    appointed(pushing)
+    scheduled(pushing, 0, 40)
+    assert scheduled(pushing, 0, 0, preempted=["p", "other"]).withdrawn == ("p",)
+    assert [p.computed_tokens for p in scheduled(pushing, 0, 30).progress] == [30]
+
+
+def test_an_aborted_prefill_is_cancelled(pushing):
+    arrived = appointed(pushing)
+    scheduled(pushing, 0, 40)
+    arrived.status = RequestStatus.FINISHED_ABORTED
+    assert pushing.finished(arrived, TABLES) is None
+    assert pushing.build().producer.cancelled == ("p",)
+
+
+def test_an_appointment_is_kept_once(pushing):
+    """Two requests with one id would write to one place."""
+    appointed(pushing)
+    scheduled(pushing, 0, 40)
+    other = appointed(pushing)
+    other.request_id = "q"
+    pushing.new_request(other)
+    assert scheduled(pushing, 0, 40, request_id="q") == ProducerPlan()

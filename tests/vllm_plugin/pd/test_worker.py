@@ -29,7 +29,7 @@ class Half:
     [
         (Half(True), Half(True), []),
         (Half(False), None, ["consumer"]),
-        (None, Half(False), ["memory"]),
+        (None, Half(False), ["producer and memory"]),
         (None, Half(True, is_idle=False), ["memory"]),
     ],
 )
@@ -42,7 +42,8 @@ def test_what_is_still_in_use_outlives_the_engine(monkeypatch, consumer, produce
     role._consumer, role._producer, role._kv_caches = consumer, producer, {"layer": None}
     role.close()
     role.close()
-    names = {"consumer": consumer, "memory": {"layer": None}}
+    memory = {"layer": None}
+    names = {"consumer": consumer, "memory": memory, "producer and memory": (producer, memory)}
     assert found == [names[name] for name in kept]
 
 

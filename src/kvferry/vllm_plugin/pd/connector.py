@@ -18,6 +18,7 @@ from kvferry.vllm_plugin.pd.messages import (
 )
 from kvferry.vllm_plugin.pd.scheduler import SchedulerRole, Shape
 from kvferry.vllm_plugin.pd.worker import WorkerRole
+from kvferry.vllm_plugin.refusals import group_kind
 from kvferry.vllm_plugin.request import Adapters
 
 log = init_logger("vllm.kvferry")
@@ -58,6 +59,9 @@ class FerryTransferConnector(FerryConnector):
                 transfer.is_kv_producer,
                 transfer.is_kv_consumer,
                 getattr(parallel, "data_parallel_index", 0),
+                frozenset(
+                    n for n, group in enumerate(groups) if group_kind(group) == "sliding window"
+                ),
             ),
             Adapters(clock.wall_s()),
             shared,
@@ -71,7 +75,7 @@ class FerryTransferConnector(FerryConnector):
         return None if ready is None else HandshakeMetadata(encode(ready))
 
     def wait_for_save(self) -> None:
-        """Consumers read when the prefill is finished."""
+        """What leaves the engine does so when the step is over (`get_transfer_results`)."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         results = self._worker.results()
@@ -91,6 +95,7 @@ class FerryTransferConnector(FerryConnector):
         self._scheduler.ready(list(metadata.values()))
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        self._scheduler.scheduled(scheduler_output)
         return self._scheduler.build(is_empty=scheduler_output.total_num_scheduled_tokens == 0)
 
     def has_pending_push_work(self) -> bool:

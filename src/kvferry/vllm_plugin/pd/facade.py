@@ -56,6 +56,10 @@ class SchedulerSide:
             self._unsent_loads[request.request_id] = blocks
         self._edge.call(self._role.allocated, request, blocks, external_tokens, otherwise=None)
 
+    def scheduled(self, output: Any) -> None:
+        """The step that has been decided, before its `build`."""
+        self._edge.call(self._role.scheduled, output, otherwise=None)
+
     def build(self, is_empty: bool) -> StepMetadata:
         loads, self._unsent_loads = self._unsent_loads, {}
         holds, self._unsent_holds = self._unsent_holds, set()

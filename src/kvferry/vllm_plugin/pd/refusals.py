@@ -22,7 +22,7 @@ def check(
     )
 
 
-def check_memory(transfer: Any, device_types: set[str]) -> None:
+def check_memory(settings: Settings, transfer: Any, device_types: set[str]) -> None:
     """Raises ConfigError where the KV cache lies in memory that no copier reaches, or should be
     moved by way of other memory. `transfer`: vLLM's `KVTransferConfig`."""
     refusals.check_memory(device_types)
@@ -32,6 +32,13 @@ def check_memory(transfer: Any, device_types: set[str]) -> None:
             "vllm.refused",
             f"kv_buffer_device is {transfer.kv_buffer_device!r}, and the KV cache lies in"
             f" {device_type} memory: kvferry reads it where it is; leave kv_buffer_device out",
+        )
+    if settings.direction == "push" and device_type != "cpu":
+        raise ConfigError(
+            "vllm.refused",
+            f'direction is "push", and the KV cache lies in {device_type} memory: not supported'
+            ' yet; leave direction out ("pull")',
+            key="direction",
         )
 
 

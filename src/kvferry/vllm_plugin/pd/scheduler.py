@@ -14,7 +14,7 @@ from kvferry.device.base import SKIP
 from kvferry.errors import ConfigError
 from kvferry.keys import namespace_digest
 from kvferry.metrics import Metrics
-from kvferry.transfer.compatibility import Compatibility
+from kvferry.transfer.compatibility import compatibility_of
 from kvferry.transfer.consumer import Consumer
 from kvferry.transfer.halves import Report, Tables
 from kvferry.transfer.handshake import Listener
@@ -24,6 +24,7 @@ from kvferry.transfer.settings import Settings
 from kvferry.vllm_plugin.pd.messages import Plans, Ready
 from kvferry.vllm_plugin.request import Adapters, EngineRequest
 from kvferry.vllm_plugin.sharing import EVERYTHING, Sharing
+from kvferry.vllm_plugin.versions import TableSource
 
 NULL_BLOCK = 0
 COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
@@ -45,21 +46,29 @@ class RequestPrefix:
 
 @dataclass(slots=True)
 class Prefill:
-    """A request whose client wants another engine to go on. `ticket`: its adapter is looked at."""
+    """A request whose client wants another engine to go on, and its parameters. `ticket`: its
+    adapter is looked at. `is_met`: whether a reader may come while it runs, None: not known yet.
+    `told_count`: tokens of its prompt that ranks know to be computed."""
 
     request: EngineRequest
+    params: Any
+    token_count: int
     ticket: Ticket | None
+    is_met: bool | None = None
+    told_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the scheduler knows of its engine. `index`: among data-parallel engines."""
+    """What the scheduler knows of its engine. `index`: among data-parallel engines.
+    `shrinking_groups`: those that give blocks up while a request runs."""
 
     rank_count: int
     group_block_tokens: tuple[int, ...]
     is_producer: bool
     is_consumer: bool
     index: int = 0
+    shrinking_groups: frozenset[int] = frozenset()
 
 
 class SchedulerRole:
@@ -89,6 +98,7 @@ class SchedulerRole:
         self._weights_name = settings.weights_id
         self._is_resetting = False
         self._prefills: dict[str, Prefill] = {}
+        self._tables = TableSource()
         self._computed: dict[str, int] = {}
 
     def open(self, ranks: Sequence[Ready]) -> None:
@@ -111,7 +121,7 @@ class SchedulerRole:
 
     def _open_producer(self, ranks: Sequence[Ready]) -> None:
         boot = self._clock.random_bytes(ID_BYTES)
-        compatibility = Compatibility(ranks[0].fields)
+        compatibility = compatibility_of(ranks[0].fields, self._settings.direction)
         listener = Listener(
             self._settings, boot, compatibility, self._clock, self._metrics, self._shape.index
         )
@@ -134,7 +144,9 @@ class SchedulerRole:
         if self._producer is not None and wants_remote_decode(params):
             has_adapter = request.lora_request is not None
             ticket = self._runner.submit(known.name, NAME_DEADLINE_S) if has_adapter else None
-            self._prefills[request.request_id] = Prefill(known, ticket)
+            self._prefills[request.request_id] = Prefill(
+                known, params, request.num_prompt_tokens, ticket
+            )
         elif self._consumer is not None and known.is_cacheable and known.is_readable:
             prefix = RequestPrefix(known, known.tokens)
             self._consumer.on_new_request(request.request_id, params, prefix)
@@ -150,11 +162,69 @@ class SchedulerRole:
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
         """A waiting request was admitted, or a loaded one goes on."""
+        if self._is_pushing and request.request_id in self._prefills:
+            self._tables.allocated(request.request_id, blocks.get_block_ids())
         if self._consumer is None:
             return
         computed_tokens = self._computed.pop(request.request_id, 0)
         tables = _tables(blocks.get_block_ids()) if external_tokens else ()
         self._consumer.allocated(request.request_id, tables, computed_tokens, external_tokens)
+
+    def scheduled(self, output: Any) -> None:
+        """The step that vLLM's scheduler has just decided, before `build`: what it computes of
+        prefills that readers may have come for, and what it takes from them."""
+        if not self._is_pushing:
+            return
+        self._tables.begin_step(output)
+        for request_id in output.preempted_req_ids or ():
+            if request_id in self._prefills:
+                self._prefills[request_id].told_count = 0
+                self._producer.withdraw(request_id)
+        cached = output.scheduled_cached_reqs
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        computed |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        for request_id in computed.keys() & self._prefills.keys():
+            end = computed[request_id] + output.num_scheduled_tokens[request_id]
+            self._progress(request_id, self._prefills[request_id], end)
+
+    @property
+    def _is_pushing(self) -> bool:
+        return self._producer is not None and self._settings.direction == "push"
+
+    def _progress(self, request_id: str, prefill: Prefill, end: int) -> None:
+        if prefill.is_met is None:
+            prefill.is_met = self._meets(request_id, prefill)
+        count = min(end, prefill.token_count)
+        if not prefill.is_met or count <= prefill.told_count:
+            return
+        prefill.told_count = count
+        tables = self._covered(self._tables.tables(request_id), prefill.token_count)
+        is_growing = [number not in self._shape.shrinking_groups for number in range(len(tables))]
+        self._producer.progress(
+            request_id,
+            count,
+            tuple(t if grows else () for t, grows in zip(tables, is_growing, strict=True)),
+        )
+
+    def _meets(self, request_id: str, prefill: Prefill) -> bool | None:
+        """Whether it has an appointment. None while its adapter is looked at."""
+        if prefill.ticket is not None:
+            state = prefill.ticket.state(self._clock.now_s())
+            if state is not TicketState.DONE:
+                return None if state is TicketState.PENDING else False
+        if not prefill.request.is_cacheable:
+            return False
+        prefix = RequestPrefix(prefill.request, prefill.request.tokens[: prefill.token_count])
+        return self._producer.appointed(request_id, prefill.params, prefix)
+
+    def _covered(self, tables: Sequence[Sequence[int]], token_count: int) -> Tables:
+        """What a prompt needs of its tables."""
+        return _tables(
+            tuple(
+                table[: -(-token_count // block_tokens)]
+                for table, block_tokens in zip(tables, self._shape.group_block_tokens, strict=True)
+            )
+        )
 
     def build(self) -> Plans:
         """The plans of the step that vLLM's scheduler has just decided."""
@@ -190,21 +260,20 @@ class SchedulerRole:
         prefill = self._prefills.pop(request_id, None)
         token_count = request.num_prompt_tokens
         is_whole = request.status in COMPLETE and request.num_computed_tokens >= token_count
-        if prefill is None or not is_whole or not prefill.request.is_cacheable:
+        if prefill is None:
+            return None
+        self._tables.finished(request_id)
+        if not is_whole or not prefill.request.is_cacheable:
+            self._producer.cancel(request_id)
             return None
         if prefill.ticket is not None and (
             prefill.ticket.state(self._clock.now_s()) is not TicketState.DONE
         ):
             self._metrics.count("kvferry_transfer_leases_total", outcome="unnamed")
             return None
-        covered = tuple(
-            table[: -(-token_count // block_tokens)]
-            for table, block_tokens in zip(tables, self._shape.group_block_tokens, strict=True)
-        )
         prefix = RequestPrefix(prefill.request, prefill.request.tokens[:token_count])
-        return self._producer.finished(
-            request_id, request.kv_transfer_params, prefix, _tables(covered)
-        )
+        covered = self._covered(tables, token_count)
+        return self._producer.finished(request_id, request.kv_transfer_params, prefix, covered)
 
     def reset(self) -> bool:
         """The weights may have changed: see `weights_id`. False while blocks are kept that somebody

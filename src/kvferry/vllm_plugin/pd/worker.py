@@ -17,7 +17,7 @@ from kvferry.device.staging import Allocate, host_memory
 from kvferry.errors import InternalError
 from kvferry.layout import PageGeometry, Region
 from kvferry.metrics import Metrics
-from kvferry.transfer.compatibility import Compatibility
+from kvferry.transfer.compatibility import Compatibility, compatibility_of
 from kvferry.transfer.halves import Finished, Report
 from kvferry.transfer.landing import CopierMaker
 from kvferry.transfer.lease import CLOCK_DRIFT_MAX
@@ -75,7 +75,8 @@ class WorkerRole:
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Opens the ranks over the engine's memory. Raises ConfigError."""
         transfer = self._vllm_config.kv_transfer_config
-        refusals.check_memory(transfer, {tensor.device.type for tensor in kv_caches.values()})
+        device_types = {tensor.device.type for tensor in kv_caches.values()}
+        refusals.check_memory(self._settings, transfer, device_types)
         self._kv_caches = dict(kv_caches)
         self._place = place_of(next(iter(kv_caches.values())).device)
         if self._settings.slot_bytes is None:
@@ -87,7 +88,11 @@ class WorkerRole:
         if transfer.is_kv_producer:
             end = self._open_producer(identity.layout)
         if transfer.is_kv_consumer:
-            self._open_consumer(identity.layout, Compatibility(identity.fields), rank)
+            self._open_consumer(
+                identity.layout,
+                compatibility_of(identity.fields, self._settings.direction),
+                rank,
+            )
         self.ready = Ready(rank.index, identity.fields, identity.namespace, end)
 
     def _open_producer(self, layout: RankLayout) -> Any:
@@ -166,7 +171,7 @@ class WorkerRole:
             keep_alive(consumer, threading.TIMEOUT_MAX)
         if producer is not None:
             if not producer.close():
-                keep_alive(self._kv_caches, threading.TIMEOUT_MAX)
+                keep_alive((producer, self._kv_caches), threading.TIMEOUT_MAX)
             elif not producer.rank.is_idle:
                 keep_alive(self._kv_caches, self._settings.lease_s * (1 + CLOCK_DRIFT_MAX))
         self._kv_caches = {}
