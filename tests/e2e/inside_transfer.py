@@ -4,6 +4,8 @@ from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
+from kvferry.transfer.pushes import Step
+
 
 def is_there(connector: Any) -> bool:
     """Whether it is the one for transfers."""
@@ -22,7 +24,11 @@ def worker_state() -> dict[str, int]:
             "staging": rank.taken_count,
         }
     if role._producer is not None:
-        state["leases"] = role._producer.rank._book.lease_count
+        rank = role._producer.rank
+        state["leases"] = rank._book.lease_count
+        if rank._pushes is not None:
+            ended = [page for page in rank._pushes._pages.values() if page.step is Step.ENDED]
+            state["pages"] = len(ended)
     return state
 
 
