@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvferry.transfer.params import appoint, read
+from kvferry.transfer.params import appoint
 from tests.e2e import transfer
 from tests.e2e.engine import PATIENCE_S, SECRET, Answers, EngineError, EngineProcess
 from tests.e2e.prompts import tokens
-from tests.e2e.transfer import assert_same
+from tests.e2e.transfer import PUSH, assert_same
 
-PUSH = {"direction": "push", "page_tokens_max": 64}
 STEP_TOKENS = 64
 """Prompts take several steps: pages are written while others are computed."""
 LENGTHS = (2, 33, 64, 65, 97, 300, 700)
@@ -37,9 +36,7 @@ class Pair:
     met_count: int = field(default=0)
 
     def learn(self) -> None:
-        (carried,) = transfer.prefill(self.producer, [prompt_of("first")])
-        self.offer, reason = read(SECRET.encode(), carried)
-        assert self.offer is not None, reason
+        self.offer = transfer.known(self.producer, prompt_of("first"))
 
     def appoint(self):
         self.met_count += 1
@@ -51,23 +48,7 @@ class Pair:
         assert (answers.external_hit_tokens, answers.local_hit_tokens) == (external, local)
 
     def both_at_once(self, prompt: list[int]) -> Answers:
-        """What the consumer answers while the producer prefills."""
-        there, here = self.appoint()
-        errors: list[BaseException] = []
-
-        def prefill() -> None:
-            try:
-                self.producer.generate([prompt], max_tokens=1, transfers=[there])
-            except EngineError as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=prefill)
-        thread.start()
-        try:
-            return self.consumer.generate([prompt], transfers=[here])
-        finally:
-            thread.join(PATIENCE_S)
-            assert not errors
+        return transfer.at_once(self.producer, self.consumer, self.offer, prompt)
 
     def pages(self, outcome: str = "written") -> float:
         return self.consumer.metrics().get(f"vllm:kvferry_transfer_pages:{outcome}", 0)
@@ -85,7 +66,7 @@ def pair(engine_a, engine_b, model) -> Iterator[Pair]:
     engine_b.open(model("full"), **few)
     plain = {tuple(prompt): engine_b.generate([prompt]) for prompt in prompts}
     engine_b.close()
-    engine_a.open(model("full"), **few, **transfer.settings("kv_producer", **PUSH, early_s=10.0))
+    engine_a.open(model("full"), **few, **transfer.settings("kv_producer", **PUSH))
     engine_b.open(model("full"), **few, **transfer.settings("kv_consumer", **PUSH))
     made = Pair(engine_a, engine_b, plain)
     made.learn()

@@ -6,7 +6,7 @@ import pytest
 from tests.e2e import transfer
 from tests.e2e.engine import Answers, EngineProcess
 from tests.e2e.prompts import tokens
-from tests.e2e.transfer import assert_same
+from tests.e2e.transfer import PUSH, assert_same
 
 WINDOWED = [tokens(count, 70 + count) for count in (96, 127, 128, 129, 160, 223, 224, 225, 500)]
 PRESSED = [tokens(200 + number, 80 + number) for number in range(5)]
@@ -34,6 +34,26 @@ def test_windows(engine_a, engine_b, model):
     engine_a.open(model("window"), **transfer.settings("kv_producer"))
     engine_b.open(model("window"), **transfer.settings("kv_consumer"))
     check(engine_a, engine_b, WINDOWED, alone, tolerance=1e-6)
+    engine_b.wait_for_rest()
+    engine_a.wait_for_rest()
+    engine_a.close()
+    engine_b.close()
+
+
+def test_windows_that_are_pushed(engine_a, engine_b, model):
+    """Layers without a window while they are computed, the others when the prefill has finished:
+    their blocks may be another user's before."""
+    few = {"max_num_batched_tokens": 64, "max_num_seqs": 8}
+    engine_b.open(model("window"), **few)
+    alone = [engine_b.generate([prompt]) for prompt in WINDOWED]
+    engine_b.close()
+    engine_a.open(model("window"), **few, **transfer.settings("kv_producer", **PUSH))
+    engine_b.open(model("window"), **few, **transfer.settings("kv_consumer", **PUSH))
+    offer = transfer.known(engine_a, tokens(100, 3))
+    for prompt, expected in zip(WINDOWED, alone, strict=True):
+        answers = transfer.at_once(engine_a, engine_b, offer, prompt)
+        assert_same(answers, expected)
+        assert answers.external_hit_tokens == len(prompt) - 1
     engine_b.wait_for_rest()
     engine_a.wait_for_rest()
     engine_a.close()

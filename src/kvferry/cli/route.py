@@ -6,6 +6,8 @@ from urllib.parse import urlsplit
 import typer
 
 from kvferry.cli import output
+from kvferry.clock import SystemClock
+from kvferry.config import SECRET_VARIABLE, transfer_secret
 from kvferry.errors import ConfigError
 from kvferry.setting_values import parse_size
 
@@ -27,6 +29,20 @@ def route(
     drain_s: Annotated[
         float, typer.Option(min=0, help="After SIGTERM: for requests under way.")
     ] = 60.0,
+    push: Annotated[
+        bool,
+        typer.Option(
+            "--push",
+            help="Ask a producer and a consumer at once: for engines whose `direction` is `push`.",
+        ),
+    ] = False,
+    secret_file: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help=f"With --push: the engines' secret. Default: the variable {SECRET_VARIABLE}.",
+        ),
+    ] = None,
 ) -> None:
     """A proxy in front of vLLM servers, for tests and small set-ups: what an engine that dies was
     computing goes to another one. In production use a router that knows load and prefixes, such as
@@ -36,13 +52,15 @@ def route(
         from aiohttp import web  # noqa: PLC0415 - optional
 
         from kvferry.cli.router import Limits, Router  # noqa: PLC0415 - needs it
+        from kvferry.cli.router_meetings import Meetings  # noqa: PLC0415 - needs it
     except ImportError:
         raise ConfigError(
             "route.aiohttp", "aiohttp is missing: pip install kvferry[route]"
         ) from None
     producers, consumers = map(_engine_urls, (producer, consumer))
     limits = Limits(parse_size("--body", body), patience_s, health_deadline_s)
-    router = Router(producers, consumers, limits)
+    meetings = Meetings(_secret(secret_file), SystemClock()) if push else None
+    router = Router(producers, consumers, limits, meetings)
     output.complain(f"{host}:{port}: {len(producers)} producers, {len(consumers)} consumers")
     try:
         web.run_app(
@@ -56,6 +74,17 @@ def route(
         )
     except OSError as error:
         raise ConfigError("route.bind", f"--host, --port: {error}") from None
+
+
+def _secret(secret_file: str | None) -> bytes:
+    secret = transfer_secret(secret_file)
+    if not secret:
+        raise ConfigError(
+            "route.secret",
+            f"--push needs the secret that the engines share: set {SECRET_VARIABLE} or"
+            " --secret-file",
+        )
+    return secret
 
 
 def _engine_urls(urls: Urls) -> Urls:

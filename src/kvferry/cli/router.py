@@ -8,6 +8,9 @@ Life of a request:
 3. A healthy consumer gets it with what the producer said, and its answer goes to the client. Until
    the first byte of that answer has been sent, an engine that fails is replaced.
 4. A client that hangs up cancels whichever of these is under way: the engine aborts.
+
+With `meetings` 2 and 3 happen at once, if the producer is known: it is the consumer's to find out
+what becomes of the prefill. One that is still under way when the answer is complete is cancelled.
 """
 
 import asyncio
@@ -21,6 +24,7 @@ from aiohttp import web
 
 from kvferry.cli.router_counts import Counts
 from kvferry.cli.router_fleet import Engine, Fleet, LegError
+from kvferry.cli.router_meetings import Meetings
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 TRIES_MAX = 3
@@ -29,7 +33,8 @@ CONNECT_DEADLINE_S = 5.0
 BODY_DEADLINE_S = 30.0
 CARRIED = ("Authorization", "X-Request-Id", "traceparent", "tracestate")
 TRANSFER = "kv_transfer_params"
-ONE_TOKEN = {"max_tokens": 1, "stream": False, "n": 1, TRANSFER: {"do_remote_decode": True}}
+ONE_TOKEN = {"max_tokens": 1, "stream": False, "n": 1}
+WANTED = {"do_remote_decode": True}
 NOT_OF_A_PREFILL = (
     *("stream_options", "min_tokens", "best_of", "echo"),
     *("logprobs", "top_logprobs", "prompt_logprobs"),
@@ -53,10 +58,17 @@ class Limits:
 class Router:
     """Starts with its application, and ends with it."""
 
-    def __init__(self, producers: Sequence[str], consumers: Sequence[str], limits: Limits):
+    def __init__(
+        self,
+        producers: Sequence[str],
+        consumers: Sequence[str],
+        limits: Limits,
+        meetings: Meetings | None = None,
+    ):
         self._producers = Fleet(producers)
         self._consumers = Fleet(consumers)
         self._limits = limits
+        self._meetings = meetings
         self._counts = Counts(producer=self._producers, consumer=self._consumers)
         self._session: aiohttp.ClientSession | None = None
 
@@ -97,7 +109,13 @@ class Router:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         try:
             wanted = await _read(request)
-            offer = await self._prefill(request, wanted)
+            if not _is_one_prompt(wanted):
+                self._counts.prefill("several")
+                return await self._from_a_consumer(request, json.dumps(wanted).encode())
+            producer = self._producers.pick()
+            if meeting := self._meeting(producer):
+                return await self._at_once(request, wanted, producer, meeting)
+            offer = await self._prefill(request, wanted, producer)
             decode = wanted if offer is None else wanted | {TRANSFER: offer}
             return await self._from_a_consumer(request, json.dumps(decode).encode())
         except web.HTTPException as refusal:
@@ -110,26 +128,59 @@ class Router:
             self._counts.request("abandoned")
             raise
 
-    async def _prefill(self, request: web.Request, wanted: dict[str, Any]) -> Any:
-        """What a producer offers; None if there is no remote KV."""
-        if not _is_one_prompt(wanted):
-            return self._counts.prefill("several")
-        body, engine = _prefill_body(wanted), None
+    def _meeting(self, producer: Engine | None) -> tuple[dict, dict] | None:
+        if self._meetings is None or producer is None:
+            return None
+        return self._meetings.appoint(producer)
+
+    async def _at_once(
+        self, request: web.Request, wanted: dict[str, Any], producer: Engine, meeting: tuple
+    ) -> web.StreamResponse:
+        """Both engines are asked. `meeting`: what each of them gets."""
+        there, here = meeting
+        body = _prefill_body(wanted, there)
+        prefill = asyncio.create_task(self._ask(producer, request, body))
+        try:
+            decode = json.dumps(wanted | {TRANSFER: here}).encode()
+            return await self._from_a_consumer(request, decode)
+        finally:
+            outcome = "met" if prefill.done() else "cancelled"
+            prefill.cancel()
+            (ended,) = await asyncio.gather(prefill, return_exceptions=True)
+            self._counts.prefill("no_producer" if isinstance(ended, LegError) else outcome)
+
+    async def _prefill(
+        self, request: web.Request, wanted: dict[str, Any], engine: Engine | None
+    ) -> Any:
+        """What a producer offers, `engine` if it can; None if there is no remote KV."""
+        body = _prefill_body(wanted, WANTED)
         for _ in range(TRIES_MAX):
-            engine = self._producers.pick(engine)
             if engine is None:
                 break
             try:
-                async with await self._send(engine, request, body) as reply:
-                    answer = await engine.wait_for(reply.read())
-            except LegError as failed:
-                engine.suspect()
-                self._counts.retry("prefill", failed.reason)
+                offer = await self._ask(engine, request, body)
+            except LegError:
+                engine = self._producers.pick(engine)
             else:
-                offer = _offer(answer) if reply.status == 200 else None
                 self._counts.prefill("offered" if offer else "nothing")
                 return offer
         return self._counts.prefill("no_producer")
+
+    async def _ask(self, engine: Engine, request: web.Request, body: bytes) -> Any:
+        """What one producer offers. Raises LegError."""
+        try:
+            async with await self._send(engine, request, body) as reply:
+                answer = await engine.wait_for(reply.read())
+        except LegError as failed:
+            engine.suspect()
+            self._counts.retry("prefill", failed.reason)
+            if self._meetings is not None:
+                self._meetings.forget(engine)
+            raise
+        offer = _offer(answer) if reply.status == 200 else None
+        if self._meetings is not None:
+            self._meetings.learn(engine, offer)
+        return offer
 
     async def _from_a_consumer(
         self, request: web.Request, body: bytes | None
@@ -244,11 +295,11 @@ def _is_one_prompt(wanted: Mapping[str, Any]) -> bool:
     return not is_batch and not wanted.get("use_beam_search")
 
 
-def _prefill_body(wanted: Mapping[str, Any]) -> bytes:
+def _prefill_body(wanted: Mapping[str, Any], params: Mapping[str, Any]) -> bytes:
     kept = {name: value for name, value in wanted.items() if name not in NOT_OF_A_PREFILL}
     if "max_completion_tokens" in kept:
         kept["max_completion_tokens"] = 1
-    return json.dumps(kept | ONE_TOKEN).encode()
+    return json.dumps(kept | ONE_TOKEN | {TRANSFER: params}).encode()
 
 
 def _offer(answer: bytes) -> Any:
