@@ -112,13 +112,15 @@ def test_blocks_that_cannot_be_taken_apart_are_refused(engine_a, engine_b, model
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("how", [{}, PUSH], ids=["pull", "push"])
 @pytest.mark.parametrize("name", ["full", "few heads"])
-def test_other_degrees_of_tensor_parallelism(engine_a, log_folder, model, name):
+def test_other_degrees_of_tensor_parallelism(engine_a, log_folder, model, name, how):
     """Both ways; heads are split, or held twice."""
     alone = plain(engine_a, model(name), PROMPTS)
-    engine_a.open(model(name), **transfer.settings("kv_both"))
+    engine_a.open(model(name), **transfer.settings("kv_both", **how))
     with EngineProcess(log_folder / "two.log") as two_ranks:
-        two_ranks.open(model(name), **transfer.settings("kv_both"), tensor_parallel_size=2)
+        settings = transfer.settings("kv_both", **how)
+        two_ranks.open(model(name), **settings, tensor_parallel_size=2)
         check(engine_a, two_ranks, PROMPTS, alone, tolerance=1e-3)
         for engine in (two_ranks, engine_a):  # what is kept for others is not forgotten
             engine.wait_for_rest()
