@@ -47,7 +47,7 @@ class Script:
     def moves(self, poster, peer):
         return self.motion
 
-    def strays(self):
+    def strays(self, has_rival):
         return self.may_stray
 
     def letters(self, sender, receiver):

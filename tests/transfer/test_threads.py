@@ -54,7 +54,7 @@ class Weather:
             return Motion.LOSE
         return Motion.END if number < 50 else Motion.WAIT
 
-    def strays(self):
+    def strays(self, has_rival):
         return True
 
     def letters(self, sender, receiver):

@@ -44,8 +44,9 @@ class Schedule(Protocol):
 
     def moves(self, poster: str, peer: str) -> Motion: ...
 
-    def strays(self) -> bool:
-        """Whether what is left of a write that was lost lands now."""
+    def strays(self, has_rival: bool) -> bool:
+        """Whether what is left of a write that was lost lands now. `has_rival`: another write has
+        put something into its place meanwhile."""
 
     def letters(self, sender: str, receiver: str) -> int | None:
         """How often a message arrives now; 0: it is lost; None: it waits."""
@@ -57,7 +58,7 @@ class Prompt:
     def moves(self, poster: str, peer: str) -> Motion:
         return Motion.END
 
-    def strays(self) -> bool:
+    def strays(self, has_rival: bool) -> bool:
         return True
 
     def letters(self, sender: str, receiver: str) -> int | None:
@@ -77,6 +78,14 @@ class _Post:
     is_write: bool = False
     notice: bytes = b""
     refusal: str = ""
+
+
+@dataclass(slots=True)
+class _Stray:
+    """A write that was lost, and goes on."""
+
+    moves: list[tuple[int, int, int]]
+    has_rival: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +115,7 @@ class Fabric:
         self._ends: dict[str, MemoryLink] = {}
         self._letters: list[tuple[str, str, bytes]] = []
         self._cuts: set[frozenset[str]] = set()
-        self._strays: list[list[tuple[int, int, int]]] = []
+        self._strays: list[_Stray] = []
 
     def join(self, end: "MemoryLink") -> None:
         self._ends[end.name] = end
@@ -142,7 +151,7 @@ class Fabric:
         for end in list(self._ends.values()):
             for post in list(end.posts.values()):
                 self._move(end, post)
-        self._strays = [moves for moves in self._strays if not self._stray(moves)]
+        self._strays = [stray for stray in self._strays if not self._lands(stray)]
 
     def _move(self, end: "MemoryLink", post: _Post) -> None:
         if post.refusal:
@@ -154,23 +163,26 @@ class Fabric:
         motion = self._schedule.moves(end.name, post.peer)
         if motion is Motion.LOSE:
             if post.is_write:
-                self._strays.append(post.moves)
+                self._strays.append(_Stray(post.moves))
             end.end(post, Ending.LOST, "lost")
         elif motion is not Motion.WAIT:
             some = -(-len(post.moves) // 2)
             count = some if motion is Motion.COPY_SOME else len(post.moves)
             _copy(post.moves[:count])
+            targets = {target for target, _, _ in post.moves[:count]}
+            for stray in self._strays if post.is_write else ():
+                stray.has_rival |= any(target in targets for target, _, _ in stray.moves)
             del post.moves[:count]
             if motion is Motion.END:
                 if post.notice:
                     self.send(end.name, post.peer, post.notice)
                 end.end(post, Ending.DONE)
 
-    def _stray(self, moves: list[tuple[int, int, int]]) -> bool:
-        """Lands what a lost write had left, into whatever is there by then."""
-        lands = self._schedule.strays()
+    def _lands(self, stray: _Stray) -> bool:
+        """Copies what a lost write had left into whatever is there by then."""
+        lands = self._schedule.strays(stray.has_rival)
         if lands:
-            _copy(moves)
+            _copy(stray.moves)
         return lands
 
 

@@ -43,7 +43,7 @@ from kvferry.transfer.messages import (
     seal_message,
 )
 from kvferry.transfer.settings import Settings
-from kvferry.transfer.topology import COUNT_MAX, RankLayout
+from kvferry.transfer.topology import ADDRESS_MAX, COUNT_MAX, RankLayout
 
 GATHERERS_MAX = 64
 """Shapes of pages that readers may ask for: each has a copier."""
@@ -130,6 +130,7 @@ class Pushes:
         self._sources: dict[bytes, _Source] = {}
         self._transfers: dict[str, bytes] = {}  # by request
         self._pages: dict[tuple[str, int], _Page] = {}
+        self._live: dict[tuple[str, int], _Page] = {}  # those that have not ended
         self._gatherers: Mapping[Cut, _Gatherer] = {}  # replaced, never changed
         self._gathers: dict[tuple[Cut, int], _Page] = {}
         self._writes: dict[int, _Page] = {}
@@ -205,8 +206,8 @@ class Pushes:
             for done in gatherer.copier.poll():
                 self._gathered(self._gathers.pop((cut, done.job)))
                 moved = True
-        busy = Counter(p.reader for p in self._pages.values() if p.slot)
-        for page in list(self._pages.values()):
+        busy = Counter(page.reader for page in self._live.values() if page.slot)
+        for page in list(self._live.values()):
             if page.step is Step.WAITING:
                 moved = self._begin_gather(page, busy) or moved
         self._forget_what_is_over()
@@ -219,7 +220,7 @@ class Pushes:
             size_bytes = page.gatherer.geometry.page_bytes
             self._metrics.count("kvferry_transfer_written_bytes_total", size_bytes)
             self._free(page)
-            page.step = Step.ENDED
+            self._close(page)
         elif event.ending is Ending.LOST:
             self._resting.append((self._clock.now_s() + self._settings.rest_s, page.slot))
             page.slot = 0
@@ -241,7 +242,9 @@ class Pushes:
         page = _Page(invite.sender, invite.transfer, place.number, invite.cut, invite.slots, place)
         if source is not None:
             self._pages[page.reader, page.number] = page
-        if source is None or not self._is_sound(page, source, invite.key):
+        if source is not None and self._is_sound(page, source, invite.key):
+            self._live[page.reader, page.number] = page
+        else:
             self._end(page, Outcome.NOT_WRITTEN)
 
     def _stop(self, stop: Stop, number: int) -> None:
@@ -271,7 +274,8 @@ class Pushes:
             key == source.key
             and page.gatherer is not None
             and 0 <= place.slot < slots.count < COUNT_MAX
-            and page.gatherer.geometry.page_bytes <= slots.slot_bytes
+            and page.gatherer.geometry.page_bytes <= slots.slot_bytes < COUNT_MAX << 16
+            and 0 < slots.address < ADDRESS_MAX
             and 0 <= start <= place.start_token < place.end_token <= start + cut.chunk_tokens
             and place.end_token <= source.token_count
         )
@@ -363,8 +367,13 @@ class Pushes:
         return self._tables[key]
 
     def _end(self, page: _Page, outcome: Outcome) -> None:
-        page.step, page.answer = Step.ENDED, Answer(page.number, outcome)
+        page.answer = Answer(page.number, outcome)
+        self._close(page)
         self._send(page.reader, page.answer)
+
+    def _close(self, page: _Page) -> None:
+        page.step = Step.ENDED
+        self._live.pop((page.reader, page.number), None)
 
     def _free(self, page: _Page) -> None:
         self._staging.give_back(page.slot)
@@ -374,7 +383,7 @@ class Pushes:
         """Sources without a lease, when nothing of theirs is under way."""
         with self._lock:
             over = {name for name in self._sources if not self._book.holds(name)}
-            over -= {p.transfer for p in self._pages.values() if p.step is not Step.ENDED}
+            over -= {page.transfer for page in self._live.values()}
             for transfer in over:
                 source = self._sources.pop(transfer)
                 self._transfers.pop(source.request_id, None)

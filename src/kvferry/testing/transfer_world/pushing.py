@@ -54,6 +54,8 @@ class PushingProducer(ProducerEngine):
         self._request_count += 1
         request_id = f"prefill {self._request_count}"
         self._running.append(Running(request_id, prompt, params, takes_offer))
+        with self._clock.scheduling():
+            self.producer.appointed(request_id, params, Prefix(prompt.tokens, prompt.extras))
 
     def abort(self) -> None:
         """The client of some prefill hangs up: its blocks are free at once."""
@@ -94,9 +96,9 @@ class PushingProducer(ProducerEngine):
 
     def _schedule(self, running: Running) -> int:
         """How many tokens it has after this step."""
-        producer, prefix = self.producer, Prefix(running.prompt.tokens, running.prompt.extras)
+        producer, token_count = self.producer, len(running.prompt.tokens)
         is_calm = self._weather.is_calm
-        if running.tables is not None and not is_calm and self._chance.random() < 0.1:
+        if running.tables is not None and not is_calm and self._chance.random() < 0.15:
             self._counts["preempted"] += 1
             self._freed.append(running.tables)
             self._pools.give_back(running.tables)
@@ -104,15 +106,13 @@ class PushingProducer(ProducerEngine):
             producer.withdraw(running.request_id)
             return 0
         if running.tables is None:
-            running.tables = self._pools.take(len(running.prompt.tokens))
+            running.tables = self._pools.take(token_count)
             if running.tables is None:
                 return 0
-        if running.is_new:
-            running.is_new = False
-            producer.appointed(running.request_id, running.params, prefix)
+        running.is_new = False
         end = min(
             running.computed + self._chance.choice([8, 40] if is_calm else [0, 0, 1, 3, 8, 40]),
-            len(prefix.tokens),
+            token_count,
         )
         tables = tuple(tuple(table) for table in running.tables)
         producer.progress(running.request_id, end, tables)
@@ -169,6 +169,8 @@ class PushWorld(World):
         return msgspec.structs.replace(
             settings,
             direction="push",
+            read_deadline_s=chance.choice([0.5, 3.0, 3.0]),
+            early_s=chance.choice([0.1, 0.5]),
             rest_s=chance.choice([0.01, 0.2]),
             staging_bytes=chance.choice([4, 12]) * SLOT_BYTES,
             slot_bytes=SLOT_BYTES,

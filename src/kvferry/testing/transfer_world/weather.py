@@ -12,9 +12,6 @@ from kvferry.transfer.memory import Fabric, MemoryLink, Motion
 from kvferry.transfer.params import Offer
 from kvferry.transfer.session import Dialled
 
-GUSTS = 8
-"""How often after a read or write has ended, lost ones are likely to land."""
-
 
 class EngineClock(SimClock):
     """One engine's view of time: another origin and another rate than all others."""
@@ -43,7 +40,6 @@ class Weather:
         self.slow_posters: dict[str, float] = {}
         self.is_calm = False
         self.losses = 0.15
-        self._gusts = 0
         self._loss = chance.choice([0.0, 0.05, 0.3])
         self._slowness = chance.choice([5, 5, 60])
 
@@ -62,14 +58,11 @@ class Weather:
         weights = [self._slowness, 3, 1, 6, self.losses]
         motion = self._chance.choices(list(Motion), weights)[0]
         self._counts[f"read {motion.value}"] += 1
-        if motion is Motion.END:
-            self._gusts = GUSTS
         return motion
 
-    def strays(self) -> bool:
-        """Mostly when something else has just been written, in its place perhaps."""
-        self._gusts = max(self._gusts - 1, 0)
-        return self._chance.random() < (0.1 if self._gusts else 0.001)
+    def strays(self, has_rival: bool) -> bool:
+        """Mostly where it does harm."""
+        return self._chance.random() < (0.2 if has_rival else 0.001)
 
     def letters(self, sender: str, receiver: str) -> int | None:
         if receiver in self.frozen:

@@ -144,9 +144,10 @@ class SchedulerRole:
         if self._producer is not None and wants_remote_decode(params):
             has_adapter = request.lora_request is not None
             ticket = self._runner.submit(known.name, NAME_DEADLINE_S) if has_adapter else None
-            self._prefills[request.request_id] = Prefill(
-                known, params, request.num_prompt_tokens, ticket
-            )
+            prefill = Prefill(known, params, request.num_prompt_tokens, ticket)
+            self._prefills[request.request_id] = prefill
+            if self._is_pushing:  # whoever has the other half may be here already
+                prefill.is_met = self._meets(request.request_id, prefill)
         elif self._consumer is not None and known.is_cacheable and known.is_readable:
             prefix = RequestPrefix(known, known.tokens)
             self._consumer.on_new_request(request.request_id, params, prefix)
