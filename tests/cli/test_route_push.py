@@ -30,7 +30,13 @@ def routed(tmp_path):
         engine.close()
 
 
-def ask(routed, **more):
+def ask(routed, waits_for=None, **more):
+    """Consumers answer when the producer has been asked, or when that holds."""
+    (producer,) = routed.producers
+    count = len(producer.requests) + 1
+    holds = waits_for or (lambda: len(producer.requests) >= count)
+    for engine in routed.consumers:
+        engine.fault = lambda handler, request: wait_until(holds)
     code, answer = routed.post(**PROMPT, **more)
     assert code == 200 and TEXT in answer
 
@@ -85,21 +91,12 @@ def test_a_producer_that_failed_is_learned_anew(routed):
     (producer,) = routed.producers
     ask(routed)
     producer.fault = http_engine.fails
-    consumers_wait(routed)
-    ask(routed)
-    wait_until(lambda: routed.metric("retries_total", leg="prefill", reason="error") == 1)
+    has_failed = {"leg": "prefill", "reason": "error"}
+    ask(routed, lambda: routed.metric("retries_total", **has_failed) == 1)
     producer.fault = None
-    for engine in routed.consumers:
-        engine.fault = None
     routed.wait_until_healthy(1, 2)
     ask(routed)
     assert carried(producer) == {"do_remote_decode": True}
-
-
-def consumers_wait(routed):
-    """They answer after the producer has failed."""
-    for engine in routed.consumers:
-        engine.fault = lambda handler, request: handler.server.silence.wait(0.5)
 
 
 def test_without_the_secret_it_does_not_start():
