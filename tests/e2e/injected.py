@@ -17,6 +17,8 @@ from kvferry.device.host import HostCopier
 from kvferry.offload import build
 from kvferry.offload.worker.store_jobs import StoreJobs
 from kvferry.pages.usrbio import UsrbioPages
+from kvferry.transfer.consumer_rank import ConsumerRank
+from kvferry.transfer.messages import Answer
 from kvferry.transfer.nixl_link import NixlLink
 
 FASTEST_S = 0.02
@@ -27,10 +29,26 @@ STOPPING_S = 0.2
 def hold_reads() -> Callable[[], None]:
     """No read from a peer is seen to end, until it is undone."""
     look = NixlLink._look
-    NixlLink._look = lambda link, number, ask: ask(link._reads[number].handle) and None
+    NixlLink._look = lambda link, number, ask: ask(link._posts[number].handle) and None
 
     def undo() -> None:
         NixlLink._look = look
+
+    return undo
+
+
+def hold_answers() -> Callable[[], None]:
+    """Producers' answers to invitations are not heard, until it is undone."""
+    take = ConsumerRank.take
+
+    def hold(rank: ConsumerRank, body: Any) -> None:
+        if not isinstance(body, Answer):
+            take(rank, body)
+
+    ConsumerRank.take = hold
+
+    def undo() -> None:
+        ConsumerRank.take = take
 
     return undo
 

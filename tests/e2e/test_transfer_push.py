@@ -5,6 +5,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import pytest
@@ -94,18 +95,23 @@ def test_one_is_asked_after_the_other(pair):
 
 
 def test_the_consumer_aborts_while_pages_come(pair):
+    """Its blocks are free at once; its slots when the producer has said that nothing comes."""
     prompt = prompt_of("aborted")
     there, here = pair.appoint()
-    pair.producer.stop()  # it is asked, and answers when it goes on
-    thread = threading.Thread(
-        target=pair.producer.generate,
-        args=([prompt],),
-        kwargs={"max_tokens": 1, "transfers": [there]},
-    )
-    thread.start()
-    pair.producer.go_on()
-    assert pair.consumer.abort(prompt, "reads", transfer=here)["reads"] >= 1
-    thread.join(PATIENCE_S)
+    pair.consumer.inject("hold_answers")
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            wanted = {"max_tokens": 1, "transfers": [there]}
+            computed = pool.submit(pair.producer.generate, [prompt], **wanted)
+            assert pair.consumer.abort(prompt, "reads", transfer=here)["reads"] >= 1
+            computed.result()
+        give_up_s = time.monotonic() + PATIENCE_S
+        while (state := pair.consumer.state())["requests"] and time.monotonic() < give_up_s:
+            time.sleep(0.05)  # the engine steps between calls
+        assert (state["requests"], state["blocks_in_use"]) == (0, 0)
+        assert state["reads"] >= 1
+    finally:
+        pair.consumer.restore()
     pair.rest()
     pair.check(prompt, pair.both_at_once(prompt), external=299)
     pair.rest()
