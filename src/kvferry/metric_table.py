@@ -24,6 +24,7 @@ CATALOG_VERBS = (
     "grown",
     "shrunk",
     "adopt",
+    "set_quotas",
     "stats",
     "hottest",
     "segments",

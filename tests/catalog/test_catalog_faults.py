@@ -32,8 +32,8 @@ def faulty(inner, clock):
 
 
 @pytest.fixture
-def driver(inner):
-    driver = Driver(inner)
+def driver(inner, clock):
+    driver = Driver(inner, clock)
     driver.grow(A)
     return driver
 

@@ -13,6 +13,7 @@ from kvferry.catalog.lmdb import LmdbCatalog
 from kvferry.testing.catalog import CatalogSuite
 from kvferry.testing.catalog_eviction import CatalogEvictionSuite
 from kvferry.testing.catalog_pair import CatalogMachine, Pair, random_life
+from kvferry.testing.catalog_quotas import CatalogQuotasSuite
 from kvferry.testing.catalog_space import CatalogSpaceSuite
 
 MEMORY = Path("/dev/shm")  # an example opens a catalog, which waits for the disk twice
@@ -37,6 +38,10 @@ class TestLmdbEviction(_Lmdb, CatalogEvictionSuite):
 
 
 class TestLmdbSpace(_Lmdb, CatalogSpaceSuite):
+    pass
+
+
+class TestLmdbQuotas(_Lmdb, CatalogQuotasSuite):
     pass
 
 

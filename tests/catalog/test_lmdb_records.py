@@ -1,11 +1,12 @@
-"""Records on disk are what version 2 says, byte by byte; tables that disagree are noticed."""
+"""Records on disk are what version 3 says, byte by byte; tables that disagree are noticed."""
 
 import pytest
 
 from kvferry.catalog import lmdb_records as records
-from kvferry.catalog.base import PACKED_HIT, Space
+from kvferry.catalog.base import PACKED_HIT, Share, Space
 from kvferry.catalog.eviction import Head, Recall
 from kvferry.catalog.lmdb import LmdbCatalog
+from kvferry.catalog.quotas import QuotaRow
 from kvferry.catalog.snapshot import SegmentState
 from kvferry.catalog.sweeping import SegmentHeat
 from kvferry.errors import CorruptError
@@ -13,20 +14,21 @@ from kvferry.layout import Address
 from kvferry.testing.catalog import CAPACITY_BYTES, SEGMENT_BYTES, STORE, A, Driver, chain
 from kvferry.testing.clock import ManualClock
 
-META = records.Meta(b"c" * 16, b"s" * 16, 3, 4, b"b" * 16, 0.5, 1.5, 5, 6, 7, 8, 9, 10, 11, 12)
+META = records.Meta(b"c" * 16, b"s" * 16, 3, 4, b"b" * 16, 0.5, 1.5, 5, 6, 7, *range(8, 16))
 SPACE = records.SpaceRow(1, Space(b"n" * 32, 2, 3, 4, 5, "text"), 1.0, Recall(0.5, 8, 9))
 RESERVED = records.ReservedRow(b"g" * 16, 2.0, b"k" * 32, 0b101)
 PAGE = records.PageRow(1, 2, b"g" * 16, 3, 4, b"p" * 32, 5)
+QUOTA = QuotaRow(1, 2, 0.5)
 TIMER = records.Timer(2.0, records.GRACE, 1, 2)
-HEAT = SegmentHeat(9, b"n" * 32, SegmentState.EMPTIED, 1.0, 2, 3, 4, 5, 6)
+HEAT = SegmentHeat(9, Share(b"n" * 32, b"t" * 16), SegmentState.EMPTIED, 1.0, 2, 3, 4, 5, 6)
 
 GOLDEN = {
     "meta": (
         META.pack(),
-        "00000002" + "63" * 16 + "73" * 16 + "00" * 7 + "03" + "00" * 7 + "04" + "62" * 16
-        # offset, last, next segment, next space, counters
-        + "3fe0000000000000" + "3ff8000000000000" + "00000005" + "00000006"
-        + "".join(f"{count:016x}" for count in range(7, 13)),
+        "00000003" + "63" * 16 + "73" * 16 + "00" * 7 + "03" + "00" * 7 + "04" + "62" * 16
+        # offset, last, next segment, next space, next share, counters
+        + "3fe0000000000000" + "3ff8000000000000" + "00000005" + "00000006" + "00000007"
+        + "".join(f"{count:016x}" for count in range(8, 16)),
     ),
     "space": (
         SPACE.pack(),
@@ -35,7 +37,7 @@ GOLDEN = {
     ),
     "segment": (
         records.pack_segment(HEAT),
-        "6e" * 32 + "03" "3ff0000000000000" "00000002" "00000003" "00000004" "00000005"
+        "6e" * 32 + "74" * 16 + "03" "3ff0000000000000" "00000002" "00000003" "00000004" "00000005"
         "0000000000000006",
     ),
     "reserved": (RESERVED.pack(), "52" + "67" * 16 + "4000000000000000" + "6b" * 32 + "05"),
@@ -44,6 +46,7 @@ GOLDEN = {
         PAGE.pack(),
         "01000000" "02000000" + "67" * 16 + "03000000" "04000000" + "70" * 32 + "05",
     ),
+    "quota": (records.pack_quota(QUOTA), "00000001" "00000002" "3fe0000000000000"),
     "timer": (TIMER.pack(), "4000000000000000" "02" "00000001" "00000002"),
     "free": (records.free_key(7, Address(1, 2)), "00000007" "00000001" "00000002"),
     "cold": (
@@ -54,7 +57,7 @@ GOLDEN = {
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_records_are_those_of_version_2(name):
+def test_records_are_those_of_version_3(name):
     packed, expected = GOLDEN[name]
     assert packed.hex() == expected
 
@@ -66,6 +69,7 @@ def test_records_come_back_as_they_were():
     assert records.ReservedRow.unpack(records.pack_published(b"k" * 32)) is None
     assert records.PageRow.unpack(PAGE.pack()) == PAGE
     assert records.Timer.unpack(TIMER.pack()) == TIMER
+    assert records.unpack_quota(records.pack_quota(QUOTA)) == QUOTA
     assert records.unpack_segment(9, records.pack_segment(HEAT)) == HEAT
     assert records.unpack_cold(records.cold_key(7, PAGE)) == Head(3, 4, Address(1, 2))
     assert records.packed_hit(PAGE.pack()) == PACKED_HIT.pack(1, 2, b"g" * 16)
@@ -105,7 +109,7 @@ def test_tables_that_disagree_are_noticed(tmp_path, spoil):
     catalog = LmdbCatalog(tmp_path, ManualClock())
     catalog.open(STORE, CAPACITY_BYTES, SEGMENT_BYTES)
     catalog.attach(A)
-    driver = Driver(catalog)
+    driver = Driver(catalog, catalog._clock)
     driver.grow(A)
     driver.store(chain("x", 2))
     driver.reserve(1)

@@ -5,6 +5,7 @@ import pytest
 from kvferry.catalog.memory import MemoryCatalog
 from kvferry.testing.catalog import CatalogSuite
 from kvferry.testing.catalog_eviction import CatalogEvictionSuite
+from kvferry.testing.catalog_quotas import CatalogQuotasSuite
 from kvferry.testing.catalog_space import CatalogSpaceSuite
 
 
@@ -23,4 +24,8 @@ class TestMemoryEviction(_Memory, CatalogEvictionSuite):
 
 
 class TestMemorySpace(_Memory, CatalogSpaceSuite):
+    pass
+
+
+class TestMemoryQuotas(_Memory, CatalogQuotasSuite):
     pass

@@ -17,6 +17,7 @@ from kvferry.testing.catalog import (
 )
 from kvferry.testing.catalog_eviction import CatalogEvictionSuite
 from kvferry.testing.catalog_pair import CatalogMachine, Pair, random_life
+from kvferry.testing.catalog_quotas import CatalogQuotasSuite
 from kvferry.testing.catalog_space import CatalogSpaceSuite
 from kvferry.testing.clock import ManualClock
 from kvferry.testing.valkey import clocked_catalog
@@ -44,10 +45,14 @@ class TestValkeySpace(_Valkey, CatalogSpaceSuite):
     pass
 
 
+class TestValkeyQuotas(_Valkey, CatalogQuotasSuite):
+    pass
+
+
 def test_when_the_servers_clock_goes_back_time_goes_on(empty_server):
     """After a failover to a host that is behind, leases neither end at once nor hang."""
     clock, behind = ManualClock(start_s=1e9), ManualClock(start_s=5e8)
-    driver = Driver(clocked_catalog(empty_server.url, clock))
+    driver = Driver(clocked_catalog(empty_server.url, clock), clock)
     driver.catalog.open(STORE, CAPACITY_BYTES, SEGMENT_BYTES)
     driver.catalog.attach(A)
     driver.grow()

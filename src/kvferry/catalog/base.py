@@ -13,9 +13,11 @@ itself. What it must never do is give one slot to two owners at a time. The life
 5. EVICTED: unfindable at once, FREE again after the grace time. A reader that is slower than that
    reads another generation: a miss.
 
-Space moves between namespaces by whole segments. `grow` adds one within the capacity budget
-(CREATING until `grown`); an emptied segment is handed out by `sweep` for deletion after the grace
-time and leaves the budget only when `shrunk` says that its file is gone.
+Space moves by whole segments, each of one `Share`: what one tenant has of one namespace. `grow` adds
+one within the capacity budget (CREATING until `grown`); an emptied segment is handed out by `sweep`
+for deletion after the grace time and leaves the budget only when `shrunk` says that its file is gone.
+A page is of the share whose slot it was stored in; lookups do not ask whose it is. What a tenant or
+a namespace may have is in its `Quota`: `quotas` has the rules.
 
 Recency: the age of a page is the step (10 s) of its last use. What makes a page younger makes its
 ancestors at least as young, so "coldest first, at equal age the greatest chunk index first" evicts
@@ -74,6 +76,41 @@ class Policy(Enum):
 
 
 DEFAULT_POLICY = Policy.ADAPTIVE
+
+
+NO_TENANT = bytes(16)
+NO_MAXIMUM = 2**32 - 1
+
+
+class Share(NamedTuple):
+    """What one tenant has of one namespace: whole segments. `tenant`: 16 bytes (`keys.tenant_id`)."""
+
+    namespace: bytes
+    tenant: bytes = NO_TENANT
+
+
+class Want(NamedTuple):
+    """For a `sweep`: so many slots should become free in a share."""
+
+    namespace: bytes
+    count: int
+    tenant: bytes = NO_TENANT
+
+
+class Quota(NamedTuple):
+    """What a tenant (16 bytes) or a namespace (32 bytes) gets, in segments: at least
+    `guaranteed_count` if it wants them, never more than `maximum_count`."""
+
+    owner: bytes
+    guaranteed_count: int = 0
+    maximum_count: int = NO_MAXIMUM
+
+
+class Refused(Enum):
+    """Why `grow` gave no segment."""
+
+    BUDGET = "budget"  # the capacity is used up
+    QUOTA = "quota"  # the maximum is reached, or the rest is another's guarantee
 
 
 class Hit(NamedTuple):
@@ -143,11 +180,14 @@ class HotPage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """What a sweep found and did. The caller deletes the segments and says `shrunk` of each."""
+    """What a sweep found and did. The caller deletes the segments and says `shrunk` of each.
+    `quota_evicted_count`: of the evicted, those that the budget alone would have kept or taken from
+    another."""
 
     expired_count: int
     evicted_count: int
     deletable_segments: tuple[int, ...]
+    quota_evicted_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +207,19 @@ class SpaceStats:
 
 
 @dataclass(frozen=True, slots=True)
+class ShareStats:
+    """What a share has now; shares without a segment are not told."""
+
+    share: Share
+    segment_count: int
+    page_count: int
+    page_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class CatalogStats:
-    """All figures at one moment. Counters count since the catalog was created."""
+    """All figures at one moment. Counters count since the catalog was created. `shares` in order;
+    `quota_refused_count`: of `grow`; `quota_evicted_count`: see `Swept`."""
 
     capacity_bytes: int
     segment_bytes: int
@@ -180,6 +231,9 @@ class CatalogStats:
     duplicate_count: int
     expired_count: int
     evicted_count: int
+    shares: tuple[ShareStats, ...] = ()
+    quota_refused_count: int = 0
+    quota_evicted_count: int = 0
 
 
 class Catalog(Protocol):
@@ -211,8 +265,11 @@ class Catalog(Protocol):
     def present(self, namespace: bytes, keys: Sequence[bytes]) -> list[bool]:
         """Whether each has a page now. Not a lookup: it counts nothing."""
 
-    def reserve(self, namespace: bytes, count: int, lease_s: float) -> list[Slot]:
-        """Up to `count` slots; fewer where free slots are fewer. Never grows, never evicts."""
+    def reserve(
+        self, namespace: bytes, count: int, lease_s: float, tenant: bytes = NO_TENANT
+    ) -> list[Slot]:
+        """Up to `count` slots of a share; fewer where its free slots are fewer. Never grows, never
+        evicts."""
 
     def commit(self, namespace: bytes, commits: Sequence[Commit]) -> list[Verdict]:
         """Idempotent: the same commit again gets the same verdict."""
@@ -229,19 +286,20 @@ class Catalog(Protocol):
         """Evicts these pages, named by (key, generation); others of the key stay. Returns how
         many were there."""
 
-    def sweep(self, wanted: Sequence[tuple[bytes, int]] = (), can_grow: bool = True) -> Swept:
-        """Ends leases and grace times, then makes room: `wanted` says for which namespaces how
-        many slots should become free. Where FREE, graced and growable slots do not reach that, it
+    def sweep(self, wanted: Sequence[Want] = (), can_grow: bool = True) -> Swept:
+        """Ends leases and grace times, then makes room: `wanted` says in which shares how many
+        slots should become free. Where FREE, graced and growable slots do not reach that, it
         evicts until they reach an eighth more: the coldest of the pages that would go first in
-        their namespaces decides; if it is of the wanting namespace, pages are evicted one by one,
-        else the segment of its namespace with the lowest mean age is emptied. At equal age the
-        namespace with the most segments gives. Idle segments of other namespaces (no page, no
-        reservation) go before any page. `can_grow` False: the disk has less than the budget, so
-        what the budget has left is no room."""
+        their shares decides; if it is of the wanting share, pages are evicted one by one, else the
+        segment of its share with the lowest mean age is emptied. At equal age the share with the
+        most segments gives. Idle segments of other shares (no page, no reservation) go before any
+        page. All that within the quotas; what is above its maximum gives way in any case.
+        `can_grow` False: the disk has less than the budget, so what the budget has left is no
+        room."""
 
-    def grow(self, namespace: bytes) -> int | None:
-        """The number of a new segment in state CREATING, or None if the budget is used up. One
-        that is not `grown` within 60 s is handed out for deletion by `sweep`."""
+    def grow(self, namespace: bytes, tenant: bytes = NO_TENANT) -> int | Refused:
+        """The number of a new segment of a share in state CREATING. One that is not `grown` within
+        60 s is handed out for deletion by `sweep`."""
 
     def grown(self, segment: int) -> bool:
         """The segment's file is there: its slots are FREE. Idempotent. False: it was given up
@@ -251,10 +309,16 @@ class Catalog(Protocol):
         """The segment's file is gone: its bytes leave the budget, and whatever was still said
         of its slots is void. Idempotent; numbers are never used again."""
 
-    def adopt(self, segment: int, namespace: bytes, pages: Sequence[Page]) -> int:
+    def adopt(
+        self, segment: int, namespace: bytes, pages: Sequence[Page], tenant: bytes = NO_TENANT
+    ) -> int:
         """Takes over a segment found on the store, with the pages found in it, after `attach` of
         its namespace; pages whose key is known are dropped, and so is all of a segment that is
         known. Returns how many were taken. Raises ExhaustedError if the budget does not hold it."""
+
+    def set_quotas(self, quotas: Sequence[Quota]) -> None:
+        """All that there are, one for each owner, in place of those before. The caller sees to it
+        that the guarantees fit the capacity."""
 
     def stats(self) -> CatalogStats: ...
 

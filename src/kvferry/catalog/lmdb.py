@@ -14,6 +14,7 @@ from kvferry.catalog.base import (
     DEFAULT_POLICY,
     GRACE_S,
     HOTTEST_MAX,
+    NO_TENANT,
     PACKED_HIT,
     CatalogStats,
     Commit,
@@ -21,10 +22,14 @@ from kvferry.catalog.base import (
     HotPage,
     Page,
     Policy,
+    Quota,
+    Refused,
+    Share,
     Slot,
     Space,
     Swept,
     Verdict,
+    Want,
     check_segment_bytes,
 )
 from kvferry.catalog.lmdb_audit import Audit
@@ -187,8 +192,10 @@ class LmdbCatalog:
         if not self._read(lambda book: book.is_attached(space)):
             self._write(lambda book: book.attach(space))
 
-    def reserve(self, namespace: bytes, count: int, lease_s: float) -> list[Slot]:
-        return self._write(lambda book: book.reserve(namespace, count, lease_s))
+    def reserve(
+        self, namespace: bytes, count: int, lease_s: float, tenant: bytes = NO_TENANT
+    ) -> list[Slot]:
+        return self._write(lambda book: book.reserve(Share(namespace, tenant), count, lease_s))
 
     def commit(self, namespace: bytes, commits: Sequence[Commit]) -> list[Verdict]:
         return self._write(lambda book: book.commit(namespace, commits))
@@ -204,12 +211,12 @@ class LmdbCatalog:
     def evict(self, namespace: bytes, pages: Sequence[tuple[bytes, bytes]]) -> int:
         return self._write(lambda book: book.evict(namespace, pages))
 
-    def sweep(self, wanted: Sequence[tuple[bytes, int]] = (), can_grow: bool = True) -> Swept:
+    def sweep(self, wanted: Sequence[Want] = (), can_grow: bool = True) -> Swept:
         self._opened().clean_readers()
         return self._write(lambda book: book.sweep(wanted, can_grow))
 
-    def grow(self, namespace: bytes) -> int | None:
-        return self._write(lambda book: book.grow(namespace))
+    def grow(self, namespace: bytes, tenant: bytes = NO_TENANT) -> int | Refused:
+        return self._write(lambda book: book.grow(Share(namespace, tenant)))
 
     def grown(self, segment: int) -> bool:
         return self._write(lambda book: book.grown(segment))
@@ -217,8 +224,13 @@ class LmdbCatalog:
     def shrunk(self, segment: int) -> None:
         self._write(lambda book: book.shrunk(segment))
 
-    def adopt(self, segment: int, namespace: bytes, pages: Sequence[Page]) -> int:
-        return self._write(lambda book: book.adopt(segment, namespace, pages))
+    def adopt(
+        self, segment: int, namespace: bytes, pages: Sequence[Page], tenant: bytes = NO_TENANT
+    ) -> int:
+        return self._write(lambda book: book.adopt(segment, Share(namespace, tenant), pages))
+
+    def set_quotas(self, quotas: Sequence[Quota]) -> None:
+        self._write(lambda book: book.set_quotas(quotas))
 
     def stats(self) -> CatalogStats:
         return self._counts.added_to(self._read(LmdbBook.stats))

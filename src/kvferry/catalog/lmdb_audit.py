@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
+from kvferry.catalog.base import Share
 from kvferry.catalog.lmdb_environment import Tables
 from kvferry.catalog.lmdb_records import (
     GRACE,
@@ -20,6 +21,7 @@ from kvferry.catalog.lmdb_records import (
     unpack_free,
     unpack_number,
     unpack_published,
+    unpack_quota,
     unpack_segment,
 )
 from kvferry.catalog.snapshot import PageEntry, ReservedEntry, Snapshot
@@ -33,6 +35,10 @@ class Audit:
     def __init__(self, tables: Tables):
         self._meta = Meta.unpack(tables.meta.get(META_KEY))
         self._spaces = {key: SpaceRow.unpack(key, value) for key, value in tables.spaces.scan()}
+        self._shares = {
+            Share(key[:32], key[32:]): unpack_number(value) for key, value in tables.shares.scan()
+        }
+        self._quotas = {owner: unpack_quota(value) for owner, value in tables.quotas.scan()}
         self._segments = {
             unpack_number(key): unpack_segment(unpack_number(key), value)
             for key, value in tables.segments.scan()
@@ -72,7 +78,11 @@ class Audit:
                 for key, row in self._pages.items()
             },
             recalls={namespace: tuple(row.recall) for namespace, row in self._spaces.items()},
+            quotas={owner: tuple(row) for owner, row in self._quotas.items()},
         )
+
+    def _share(self, segment: int) -> int | None:
+        return self._shares.get(self._segments[segment].share)
 
     def _graced(self) -> dict[Address, float]:
         return {Address(t.segment, t.slot): t.moment_s for t in self._timers if t.kind == GRACE}
@@ -81,7 +91,10 @@ class Audit:
         numbers = {row.number for row in self._spaces.values()}
         if any(unpack_number(key[32:]) not in numbers for key in self._pages):
             yield "pages of an unknown space"
-        expected = {cold_key(unpack_number(key[32:]), row) for key, row in self._pages.items()}
+        if any(heat.share not in self._shares for heat in self._segments.values()):
+            yield "segments of an unknown share"
+            return
+        expected = {cold_key(self._share(row.segment), row) for row in self._pages.values()}
         if expected != self._cold_keys:
             yield f"{len(expected ^ self._cold_keys)} pages and entries of the order differ"
         if {row.address: key[:32] for key, row in self._pages.items()} != self._published:
@@ -92,10 +105,10 @@ class Audit:
         if leases != {timer for timer in self._timers if timer.kind == LEASE}:
             yield "reservations and their timers differ"
         for key in self._free_keys:
-            heat = self._segments.get(unpack_free(key).segment)
-            space = heat and self._spaces[heat.namespace]
-            if space is None or key != free_key(space.number, unpack_free(key)):
-                yield f"{unpack_free(key)} is free in a space that is not its segment's"
+            number = unpack_free(key).segment
+            share = self._share(number) if number in self._segments else None
+            if share is None or key != free_key(share, unpack_free(key)):
+                yield f"{unpack_free(key)} is free in a share that is not its segment's"
 
     def _wrong_figures(self) -> Iterator[str]:
         pages = Counter(row.segment for row in self._pages.values())

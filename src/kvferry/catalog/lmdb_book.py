@@ -5,14 +5,13 @@ figure (those of `SegmentHeat`). A verb does what `base.Catalog` says of the ver
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from operator import add
 
 from kvferry.catalog import lmdb_figures
 from kvferry.catalog.base import (
     AGE_STEP_S,
-    ATTACH_STEP_S,
     CREATION_S,
     SPACE_IDLE_S,
     CatalogStats,
@@ -20,15 +19,17 @@ from kvferry.catalog.base import (
     HotPage,
     Page,
     Policy,
+    Quota,
+    Refused,
+    Share,
     Slot,
     Space,
     Swept,
     Verdict,
+    Want,
     check_slices,
-    check_space,
-    unknown_namespace,
 )
-from kvferry.catalog.eviction import more_uses
+from kvferry.catalog.eviction import Head, more_uses
 from kvferry.catalog.lmdb_environment import Tables
 from kvferry.catalog.lmdb_eviction import LmdbEviction
 from kvferry.catalog.lmdb_records import (
@@ -41,7 +42,6 @@ from kvferry.catalog.lmdb_records import (
     Meta,
     PageRow,
     ReservedRow,
-    SpaceRow,
     Timer,
     address_key,
     cold_key,
@@ -58,7 +58,9 @@ from kvferry.catalog.lmdb_records import (
     unpack_published,
     unpack_segment,
 )
+from kvferry.catalog.lmdb_spaces import LmdbSpaces
 from kvferry.catalog.lookup_counts import Counts
+from kvferry.catalog.quotas import Ledger, QuotaRow
 from kvferry.catalog.snapshot import SegmentState
 from kvferry.catalog.sweeping import SegmentHeat, make_room
 from kvferry.errors import ExhaustedError
@@ -86,10 +88,8 @@ class LmdbBook:
         self._meta = Meta.unpack(tables.meta.get(META_KEY))
         self._now_s = max(self._meta.last_s, host_now_s + self._meta.offset_s)
         self._age = int(self._now_s // AGE_STEP_S)
-        segments_max = self._meta.capacity_bytes // self._meta.segment_bytes
-        self._eviction = LmdbEviction(tables, policy, segments_max)
-        self._spaces: dict[bytes, SpaceRow | None] = {}
-        self._taught: set[bytes] = set()  # namespaces whose rows are to be written
+        self._eviction = LmdbEviction(tables, policy, self._segments_max())
+        self._spaces = LmdbSpaces(tables, self._now_s)
         self._segments: dict[int, SegmentHeat | None] = {}
         self._packed: dict[int, bytes | None] = {}  # the same, as they were
         self._heats: list[SegmentHeat] | None = None
@@ -104,24 +104,11 @@ class LmdbBook:
         for number, heat in self._segments.items():
             if heat is not None and (packed := pack_segment(heat)) != self._packed.get(number):
                 self._tables.segments.put(number_key(number), packed)
-        for row in filter(None, map(self._spaces.get, self._taught)):
-            self._tables.spaces.put(row.space.namespace, row.pack())
+        self._spaces.flush()
         sums = {name: getattr(self._meta, name) + count for name, count in self._counts.items()}
         self._tables.meta.put(META_KEY, self._meta._replace(last_s=self._now_s, **sums).pack())
 
     # Rows.
-
-    def _space(self, namespace: bytes) -> SpaceRow | None:
-        if namespace not in self._spaces:
-            packed = self._tables.spaces.get(namespace)
-            self._spaces[namespace] = packed and SpaceRow.unpack(namespace, packed)
-        return self._spaces[namespace]
-
-    def _known_space(self, namespace: bytes) -> SpaceRow:
-        row = self._space(namespace)
-        if row is None:
-            raise unknown_namespace(namespace)
-        return row
 
     def _segment(self, number: int) -> SegmentHeat | None:
         if number not in self._segments:
@@ -130,7 +117,7 @@ class LmdbBook:
         return self._segments[number]
 
     def _page(self, namespace: bytes, key: bytes) -> PageRow | None:
-        space = self._space(namespace)
+        space = self._spaces.get(namespace)
         packed = space and self._tables.pages.get(key + page_suffix(space.number))
         return packed and PageRow.unpack(packed)
 
@@ -141,30 +128,18 @@ class LmdbBook:
     # Namespaces and pages.
 
     def is_attached(self, space: Space) -> bool:
-        """True if `attach` would change nothing."""
-        row = self._space(space.namespace)
-        if row is None:
-            return False
-        check_space(row.space, space)
-        return self._now_s < row.attached_s + ATTACH_STEP_S
+        return self._spaces.is_attached(space)
 
     def attach(self, space: Space) -> None:
-        if self.is_attached(space):
-            return
-        row = self._space(space.namespace)
-        if row is None:
-            row = SpaceRow(self._meta.next_space, space, self._now_s)
-            self._meta = self._meta._replace(next_space=row.number + 1)
-        row = row._replace(attached_s=self._now_s)
-        self._spaces[space.namespace] = row
-        self._tables.spaces.put(space.namespace, row.pack())
+        if self._spaces.attach(space, self._meta.next_space):
+            self._meta = self._meta._replace(next_space=self._meta.next_space + 1)
 
     def lookup(self, namespace: bytes, keys: Sequence[bytes]) -> list[bytes]:
         """A `PACKED_HIT` for each key. Only C code runs for each: iterators inside each other."""
         return list(map(packed_hit, self._page_values(namespace, keys)))
 
     def _page_values(self, namespace: bytes, keys: Sequence[bytes]) -> Iterator[bytes]:
-        row = self._space(namespace)
+        row = self._spaces.get(namespace)
         if row is None:
             return repeat(ABSENT_PAGE, len(keys))
         row_keys = map(add, keys, repeat(page_suffix(row.number)))
@@ -185,8 +160,8 @@ class LmdbBook:
         while page := self._page(namespace, key):
             if page.age == self._age and page.uses >= uses:
                 return
-            space = self._space(namespace).number
-            self._tables.cold.delete(cold_key(space, page))
+            space = self._spaces.get(namespace).number
+            self._tables.cold.delete(cold_key(self._share(page.segment), page))
             self._segment(page.segment).age_sum += self._age - page.age
             own_uses = more_uses(page.uses) if is_use and page.age < self._age else page.uses
             uses = max(own_uses, uses)
@@ -195,7 +170,7 @@ class LmdbBook:
 
     def _write_page(self, space: int, key: bytes, page: PageRow) -> None:
         self._tables.pages.put(key + page_suffix(space), page.pack())
-        self._tables.cold.put(cold_key(space, page))
+        self._tables.cold.put(cold_key(self._share(page.segment), page))
 
     def evict(self, namespace: bytes, pages: Sequence[tuple[bytes, bytes]]) -> int:
         before_count = self._counts["evicted_count"]
@@ -207,9 +182,9 @@ class LmdbBook:
         return self._counts["evicted_count"] - before_count
 
     def _remove_page(self, namespace: bytes, key: bytes, page: PageRow) -> None:
-        space = self._space(namespace).number
+        space = self._spaces.get(namespace).number
         self._tables.pages.delete(key + page_suffix(space))
-        self._tables.cold.delete(cold_key(space, page))
+        self._tables.cold.delete(cold_key(self._share(page.segment), page))
         self._tables.slots.delete(address_key(page.address))
         heat = self._segment(page.segment)
         heat.page_count -= 1
@@ -218,10 +193,11 @@ class LmdbBook:
 
     # Slots.
 
-    def reserve(self, namespace: bytes, count: int, lease_s: float) -> list[Slot]:
+    def reserve(self, share: Share, count: int, lease_s: float) -> list[Slot]:
         minted = self._mint(16 * count)
-        space = self._known_space(namespace).number
-        found = self._tables.free.scan(number_key(space), count)
+        self._spaces.known(share.namespace)
+        number = self._spaces.share(share)
+        found = [] if number is None else self._tables.free.scan(number_key(number), count)
         lease_end_s = self._now_s + lease_s
         slots = []
         for index, (key, _) in enumerate(found):
@@ -247,7 +223,7 @@ class LmdbBook:
             self._lift(namespace, commit.parent, page.uses, is_use=False)
             if is_complete:
                 self._end_reservation(commit.slot.address, row)
-                self._free(namespace, commit.slot.address)
+                self._free(commit.slot.address)
                 self._counts["duplicate_count"] += 1
             return Verdict.DUPLICATE
         if row is None:
@@ -268,14 +244,14 @@ class LmdbBook:
         heat = self._segment(address.segment)
         stands = (
             row.key in (NO_KEY, commit.key)
-            and heat.namespace == namespace
+            and heat.share.namespace == namespace
             and heat.state is SegmentState.READY
         )
         return row if stands else None
 
     def _add_slices(self, namespace: bytes, row: ReservedRow, commit: Commit) -> bool:
         """Notes what is on storage. True if that is the whole page."""
-        slice_count = self._space(namespace).space.slice_count
+        slice_count = self._spaces.get(namespace).space.slice_count
         slices = row.slices
         for index in check_slices(commit, slice_count):
             slices |= 1 << index
@@ -289,8 +265,8 @@ class LmdbBook:
         self._segment(address.segment).reserved_count -= 1
 
     def _publish(self, namespace: bytes, page: Page) -> None:
-        space, uses = self._eviction.recall(self._space(namespace), page.key)
-        self._teach(space)
+        space, uses = self._eviction.recall(self._spaces.get(namespace), page.key)
+        self._spaces.learn(space)
         row = PageRow(
             *page.address, page.generation, self._age, page.chunk_index, page.parent, uses
         )
@@ -300,12 +276,6 @@ class LmdbBook:
         heat.page_count += 1
         heat.age_sum += self._age
         self._lift(namespace, page.parent, uses, is_use=False)
-
-    def _teach(self, row: SpaceRow) -> None:
-        namespace = row.space.namespace
-        if row is not self._spaces[namespace]:
-            self._spaces[namespace] = row
-            self._taught.add(namespace)
 
     def abort(self, namespace: bytes, slots: Sequence[Slot]) -> None:
         for address, generation in slots:
@@ -318,17 +288,24 @@ class LmdbBook:
         self._tables.timers.put(Timer(end_s, GRACE, *address).pack())
         self._segment(address.segment).graced_count += 1
 
-    def _free(self, namespace: bytes, address: Address) -> None:
-        self._tables.free.put(free_key(self._space(namespace).number, address))
+    def _free(self, address: Address) -> None:
+        self._tables.free.put(free_key(self._share(address.segment), address))
+
+    def _share(self, segment: int) -> int:
+        return self._spaces.share(self._segment(segment).share)
 
     # Segments.
 
-    def grow(self, namespace: bytes) -> int | None:
-        space = self._known_space(namespace).space
-        if not self._has_room():
-            return None
+    def grow(self, share: Share) -> int | Refused:
+        space = self._spaces.known(share.namespace).space
+        ledger = Ledger(self.quotas(), self._segments_max(), self._now_s)
+        for heat in self.heats():
+            ledger.add(heat.share)
+        if refusal := ledger.refusal(share):
+            self._counts["quota_refused_count"] += refusal is Refused.QUOTA
+            return refusal
         number = self._meta.next_segment
-        self._add_segment(number, namespace, SegmentState.CREATING, space.slot_count)
+        self._add_segment(number, share, SegmentState.CREATING, space.slot_count)
         return number
 
     def grown(self, segment: int) -> bool:
@@ -336,7 +313,7 @@ class LmdbBook:
         if heat is None or heat.state is SegmentState.EMPTIED:
             return False
         if heat.state is SegmentState.CREATING:
-            self._add_segment(segment, heat.namespace, SegmentState.READY, heat.slot_count)
+            self._add_segment(segment, heat.share, SegmentState.READY, heat.slot_count)
         return True
 
     def shrunk(self, segment: int) -> None:
@@ -352,54 +329,53 @@ class LmdbBook:
         self._tables.segments.delete(number_key(segment))
         self._segments[segment] = None
 
-    def adopt(self, segment: int, namespace: bytes, pages: Sequence[Page]) -> int:
-        space = self._known_space(namespace).space
+    def adopt(self, segment: int, share: Share, pages: Sequence[Page]) -> int:
+        space = self._spaces.known(share.namespace).space
         if self._segment(segment) is not None:
             return 0
-        if not self._has_room():
+        if self._tables.segments.count() >= self._segments_max():
             raise ExhaustedError(
                 "catalog.capacity", "the budget does not hold this segment", segment=segment
             )
-        self._add_segment(segment, namespace, SegmentState.READY, space.slot_count)
-        return sum(self._adopt(namespace, page, segment) for page in pages)
+        self._add_segment(segment, share, SegmentState.READY, space.slot_count)
+        return sum(self._adopt(share.namespace, page, segment) for page in pages)
 
     def _adopt(self, namespace: bytes, page: Page, segment: int) -> bool:
         if page.address.segment != segment or self._page(namespace, page.key) is not None:
             return False
-        if not self._tables.free.delete(free_key(self._space(namespace).number, page.address)):
+        if not self._tables.free.delete(free_key(self._share(segment), page.address)):
             return False
         self._publish(namespace, page)
         return True
 
-    def _add_segment(
-        self, number: int, namespace: bytes, state: SegmentState, slot_count: int
-    ) -> None:
+    def _add_segment(self, number: int, share: Share, state: SegmentState, slot_count: int) -> None:
+        if self._spaces.add_share(share, self._meta.next_share):
+            self._meta = self._meta._replace(next_share=self._meta.next_share + 1)
         until_s = self._now_s + CREATION_S
-        heat = SegmentHeat(number, namespace, state, until_s, slot_count, 0, 0, 0, 0)
+        heat = SegmentHeat(number, share, state, until_s, slot_count, 0, 0, 0, 0)
         self._segments[number] = heat
         self._tables.segments.put(number_key(number), pack_segment(heat))
         next_segment = max(self._meta.next_segment, number + 1)
         self._meta = self._meta._replace(next_segment=next_segment)
         if state is SegmentState.READY:
             for slot in range(slot_count):
-                self._free(namespace, Address(number, slot))
+                self._free(Address(number, slot))
 
-    def _has_room(self) -> bool:
-        taken_count = self._tables.segments.count()
-        return (taken_count + 1) * self._meta.segment_bytes <= self._meta.capacity_bytes
+    def _segments_max(self) -> int:
+        return self._meta.capacity_bytes // self._meta.segment_bytes
 
     # Sweeping.
 
-    def sweep(self, wanted: Sequence[tuple[bytes, int]] = (), can_grow: bool = True) -> Swept:
+    def sweep(self, wanted: Sequence[Want] = (), can_grow: bool = True) -> Swept:
         evicted_before_count = self._counts["evicted_count"]
         expired_count = self._end_timers()
         self._end_creations()
         self._forget_spaces()
-        room_max = self._meta.capacity_bytes // self._meta.segment_bytes
-        make_room(self, self._now_s, room_max, wanted, can_grow)
+        quota_count = make_room(self, self._now_s, self._segments_max(), wanted, can_grow)
         self._counts["expired_count"] += expired_count
+        self._counts["quota_evicted_count"] += quota_count
         evicted_count = self._counts["evicted_count"] - evicted_before_count
-        return Swept(expired_count, evicted_count, tuple(self._deletable()))
+        return Swept(expired_count, evicted_count, tuple(self._deletable()), quota_count)
 
     def _end_timers(self) -> int:
         """Ends leases and grace times that are over; returns how many leases."""
@@ -422,7 +398,7 @@ class LmdbBook:
         heat = self._segment(address.segment)
         heat.graced_count -= 1
         if heat.state is SegmentState.READY:
-            self._free(heat.namespace, address)
+            self._free(address)
 
     def _end_creations(self) -> None:
         for heat in self.heats():
@@ -431,14 +407,13 @@ class LmdbBook:
                 heat.until_s = self._now_s
 
     def _forget_spaces(self) -> None:
-        in_use = {heat.namespace for heat in self.heats()}
-        for row in self._space_rows():
+        in_use = {heat.share.namespace for heat in self.heats()}
+        for row in self._spaces.all():
             namespace = row.space.namespace
             if namespace not in in_use and row.attached_s <= self._now_s - SPACE_IDLE_S:
-                self._tables.spaces.delete(namespace)
+                self._spaces.forget(namespace)
                 self._eviction.forget(row)
                 lmdb_figures.forget_lookups(self._tables, namespace)
-                self._spaces[namespace] = None
 
     def _deletable(self) -> Iterable[int]:
         """Emptied segments that nobody may still write to or read from."""
@@ -446,9 +421,6 @@ class LmdbBook:
             is_unused = heat.reserved_count == heat.graced_count == 0
             if heat.state is SegmentState.EMPTIED and heat.until_s <= self._now_s and is_unused:
                 yield heat.number
-
-    def _space_rows(self) -> list[SpaceRow]:
-        return [SpaceRow.unpack(key, value) for key, value in self._tables.spaces.scan()]
 
     # What `sweeping` asks.
 
@@ -459,31 +431,43 @@ class LmdbBook:
         return self._heats
 
     def slots_per_segment(self, namespace: bytes) -> int | None:
-        row = self._space(namespace)
+        row = self._spaces.get(namespace)
         return row and row.space.slot_count
 
-    def coldest_age(self, namespace: bytes) -> int | None:
-        head = self._eviction.coldest(self._space(namespace), self._age)
+    def coldest_age(self, share: Share) -> int | None:
+        head = self._coldest(share)
         return head and head.age
 
-    def evict_coldest(self, namespace: bytes) -> None:
-        space = self._space(namespace)
-        address = self._eviction.coldest(space, self._age).address
+    def evict_coldest(self, share: Share) -> None:
+        address, namespace = self._coldest(share).address, share.namespace
         key = unpack_published(self._tables.slots.get(address_key(address)))
         page = self._page(namespace, key)
         self._remove_page(namespace, key, page)
         self._start_grace(address, self._now_s + self._grace_s)
-        self._teach(self._eviction.remember(space, key, page.uses))
+        self._spaces.learn(self._eviction.remember(self._spaces.get(namespace), key, page.uses))
+
+    def _coldest(self, share: Share) -> Head | None:
+        row, number = self._spaces.get(share.namespace), self._spaces.share(share)
+        return self._eviction.coldest(row, number, self._age)
+
+    def quotas(self) -> Mapping[bytes, QuotaRow]:
+        return self._spaces.quotas()
+
+    def claim(self, owner: bytes, until_s: float) -> None:
+        self._spaces.claim(owner, until_s)
+
+    def set_quotas(self, quotas: Sequence[Quota]) -> None:
+        self._spaces.set_quotas(quotas)
 
     def empty(self, segment: int) -> None:
         """Reserved slots stay their writers' until the leases end, but are not published."""
         heat = self._segment(segment)
-        space = self._space(heat.namespace).number
+        namespace, share = heat.share.namespace, self._share(segment)
         for _, packed in self._tables.slots.scan(number_key(segment)):
             if ReservedRow.unpack(packed) is None:
                 page_key = unpack_published(packed)
-                self._remove_page(heat.namespace, page_key, self._page(heat.namespace, page_key))
-        for key, _ in self._tables.free.scan(number_key(space) + number_key(segment)):
+                self._remove_page(namespace, page_key, self._page(namespace, page_key))
+        for key, _ in self._tables.free.scan(number_key(share) + number_key(segment)):
             self._tables.free.delete(key)
         heat.state = SegmentState.EMPTIED
         heat.until_s = self._now_s + self._grace_s
@@ -491,9 +475,9 @@ class LmdbBook:
     # Figures.
 
     def hottest(self, namespace: bytes, count: int) -> list[HotPage]:
-        row = self._space(namespace)
-        return lmdb_figures.hottest(self._tables, row, self._age, count) if row else []
+        row, shares = self._spaces.get(namespace), self._spaces.shares(namespace)
+        return lmdb_figures.hottest(self._tables, row, shares, self._age, count) if row else []
 
     def stats(self) -> CatalogStats:
-        spaces = [row.space for row in self._space_rows()]
+        spaces = [row.space for row in self._spaces.all()]
         return lmdb_figures.stats(self._tables, self._meta, self.heats(), spaces)

@@ -153,6 +153,8 @@ class Tables:
         self._transaction = transaction
         self.meta = Table(transaction, databases["meta"])
         self.spaces = Table(transaction, databases["spaces"])
+        self.shares = Table(transaction, databases["shares"])
+        self.quotas = Table(transaction, databases["quotas"])
         self.segments = Table(transaction, databases["segments"])
         self.slots = Table(transaction, databases["slots"])
         self.free = Table(transaction, databases["free"])
@@ -162,9 +164,9 @@ class Tables:
         self.ghosts = Table(transaction, databases["ghosts"])
 
     def clear(self) -> None:
-        for table in (self.meta, self.spaces, self.segments, self.slots):
+        for table in (self.meta, self.spaces, self.shares, self.quotas, self.segments):
             table.clear()
-        for table in (self.free, self.timers, self.pages, self.cold, self.ghosts):
+        for table in (self.slots, self.free, self.timers, self.pages, self.cold, self.ghosts):
             table.clear()
 
     def page_values(self, keys: Iterable[bytes], default: bytes) -> Iterator[bytes]:

@@ -21,9 +21,9 @@ class LmdbEviction:
         self._policy = policy
         self._segments_max = max(1, segments_max)
 
-    def coldest(self, row: SpaceRow, age: int) -> Head | None:
-        """The page of a namespace that goes first at the step `age`."""
-        found = [self._tables.cold.first(class_key(row.number, use)) for use in range(CLASS_COUNT)]
+    def coldest(self, row: SpaceRow, share: int, age: int) -> Head | None:
+        """The page of a share of a namespace that goes first at the step `age`."""
+        found = [self._tables.cold.first(class_key(share, use)) for use in range(CLASS_COUNT)]
         heads = [pair and unpack_cold(pair[0]) for pair in found]
         return victim(self._policy, heads, age, row.recall.reach)
 

@@ -50,12 +50,15 @@ def _with_lookups(tables: Tables, space: SpaceStats) -> SpaceStats:
     return counted(space, {space.namespace: _lookups(tables, space.namespace)})
 
 
-def hottest(tables: Tables, space: SpaceRow, age: int, count: int) -> list[HotPage]:
+def hottest(
+    tables: Tables, space: SpaceRow, shares: Sequence[int], age: int, count: int
+) -> list[HotPage]:
     """`age`: of a page that is used now."""
     heads = [
         unpack_cold(packed)
+        for share in shares
         for use in range(CLASS_COUNT)
-        for packed in tables.cold.last(class_key(space.number, use), count)
+        for packed in tables.cold.last(class_key(share, use), count)
     ]
     heads.sort(key=lambda head: (head.age, -head.chunk_index, head.address), reverse=True)
     pages = []

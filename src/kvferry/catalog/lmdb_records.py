@@ -1,7 +1,7 @@
-"""Records of the embedded catalog, version 2: keys and values of its tables.
+"""Records of the embedded catalog, version 3: keys and values of its tables.
 
 Keys are big-endian, so that they sort by what they say, and so are values, but for `PageRow`, which
-begins with a `PACKED_HIT`. A space is named by a number inside keys, which keeps them short.
+begins with a `PACKED_HIT`. Spaces and shares are named by numbers inside keys, which keeps them short.
 
 | table | key | value |
 | --- | --- | --- |
@@ -10,14 +10,16 @@ begins with a `PACKED_HIT`. A space is named by a number inside keys, which keep
 | spaces | namespace | `SpaceRow` |
 | segments | number | `SegmentHeat`, less its number |
 | slots | address | `ReservedRow`, or the key of the published page |
-| free | space, address | nothing |
+| shares | namespace, tenant | number |
+| quotas | owner | `QuotaRow` |
+| free | share, address | nothing |
 | timers | moment, kind, address | nothing |
 | pages | page key, space | `PageRow` |
-| cold | space, class of uses, age, 2^32-1 - chunk index, address | nothing |
+| cold | share, class of uses, age, 2^32-1 - chunk index, address | nothing |
 | ghosts | space, number of a bucket | ghosts, as `eviction` packs them |
 
-History: 1, first. 2, uses of a page, ghosts; ages in steps of 10 s. A file of version 1 starts
-empty and is filled from the pages.
+History: 1, first. 2, uses of a page, ghosts; ages in steps of 10 s. 3, shares and quotas. A file of
+an earlier version starts empty and is filled from the pages.
 """
 
 import struct
@@ -25,24 +27,38 @@ from collections.abc import Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
-from kvferry.catalog.base import PACKED_HIT, CatalogStats, Space
+from kvferry.catalog.base import PACKED_HIT, CatalogStats, Share, Space
 from kvferry.catalog.eviction import Head, Recall, use_class
+from kvferry.catalog.quotas import QuotaRow
 from kvferry.catalog.snapshot import SegmentState
-from kvferry.catalog.sweeping import SegmentHeat, space_stats
+from kvferry.catalog.sweeping import SegmentHeat, share_stats, space_stats
 from kvferry.layout import Address
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 META_KEY = b"catalog"
 NO_KEY = bytes(32)
 
-TABLES = ("meta", "spaces", "segments", "slots", "free", "timers", "pages", "cold", "ghosts")
+TABLES = (
+    "meta",
+    "spaces",
+    "shares",
+    "quotas",
+    "segments",
+    "slots",
+    "free",
+    "timers",
+    "pages",
+    "cold",
+    "ghosts",
+)
 
 LEASE = 1
 GRACE = 2
 
-_META = struct.Struct(">I16s16sQQ16sddIIQQQQQQ")
+_META = struct.Struct(">I16s16sQQ16sddIIIQQQQQQQQ")
 _SPACE = struct.Struct(">IIQIIddII")
-_SEGMENT = struct.Struct(">32sBdIIIIQ")
+_SEGMENT = struct.Struct(">32s16sBdIIIIQ")
+_QUOTA = struct.Struct(">IId")
 _RESERVED = struct.Struct(">c16sd32s")
 _PUBLISHED = struct.Struct(">c32s")
 _PAGE = struct.Struct("<II16sII32sB")
@@ -77,12 +93,15 @@ class Meta(NamedTuple):
     last_s: float
     next_segment: int = 0
     next_space: int = 0
+    next_share: int = 0
     lookup_count: int = 0
     hit_count: int = 0
     published_count: int = 0
     duplicate_count: int = 0
     expired_count: int = 0
     evicted_count: int = 0
+    quota_refused_count: int = 0
+    quota_evicted_count: int = 0
 
     def pack(self) -> bytes:
         return _META.pack(FORMAT_VERSION, *self)
@@ -181,7 +200,7 @@ class Timer(NamedTuple):
 
 def pack_segment(heat: SegmentHeat) -> bytes:
     return _SEGMENT.pack(
-        heat.namespace,
+        *heat.share,
         heat.state.value,
         heat.until_s,
         heat.slot_count,
@@ -193,8 +212,16 @@ def pack_segment(heat: SegmentHeat) -> bytes:
 
 
 def unpack_segment(number: int, packed: bytes) -> SegmentHeat:
-    namespace, state, *figures = _SEGMENT.unpack(packed)
-    return SegmentHeat(number, namespace, SegmentState(state), *figures)
+    namespace, tenant, state, *figures = _SEGMENT.unpack(packed)
+    return SegmentHeat(number, Share(namespace, tenant), SegmentState(state), *figures)
+
+
+def pack_quota(row: QuotaRow) -> bytes:
+    return _QUOTA.pack(*row)
+
+
+def unpack_quota(packed: bytes) -> QuotaRow:
+    return QuotaRow._make(_QUOTA.unpack(packed))
 
 
 def pack_published(key: bytes) -> bytes:
@@ -219,6 +246,9 @@ def catalog_stats(
         duplicate_count=meta.duplicate_count,
         expired_count=meta.expired_count,
         evicted_count=meta.evicted_count,
+        shares=share_stats(heats, spaces),
+        quota_refused_count=meta.quota_refused_count,
+        quota_evicted_count=meta.quota_evicted_count,
     )
 
 
@@ -239,8 +269,8 @@ def unpack_address(packed: bytes) -> Address:
     return Address._make(_ADDRESS.unpack(packed))
 
 
-def free_key(space: int, address: Address) -> bytes:
-    return _FREE.pack(space, *address)
+def free_key(share: int, address: Address) -> bytes:
+    return _FREE.pack(share, *address)
 
 
 def unpack_free(packed: bytes) -> Address:
@@ -252,10 +282,10 @@ def page_suffix(space: int) -> bytes:
     return _NUMBER.pack(space)
 
 
-def cold_key(space: int, page: PageRow) -> bytes:
+def cold_key(share: int, page: PageRow) -> bytes:
     coldness = _CHUNK_MAX - page.chunk_index
     use = use_class(page.uses)
-    return _COLD.pack(space, use, page.age, coldness, page.segment, page.slot)
+    return _COLD.pack(share, use, page.age, coldness, page.segment, page.slot)
 
 
 def unpack_cold(packed: bytes) -> Head:
@@ -263,9 +293,9 @@ def unpack_cold(packed: bytes) -> Head:
     return Head(age, _CHUNK_MAX - coldness, Address(segment, slot))
 
 
-def class_key(space: int, use: int) -> bytes:
+def class_key(share: int, use: int) -> bytes:
     """What the keys of the pages of one class begin with in `cold`."""
-    return _CLASS.pack(space, use)
+    return _CLASS.pack(share, use)
 
 
 def bucket_key(space: int, bucket: int) -> bytes:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from kvferry.catalog.base import (
     DEFAULT_POLICY,
     GRACE_S,
+    NO_TENANT,
     PACKED_HIT,
     CatalogStats,
     Commit,
@@ -19,10 +20,14 @@ from kvferry.catalog.base import (
     HotPage,
     Page,
     Policy,
+    Quota,
+    Refused,
+    Share,
     Slot,
     Space,
     Swept,
     Verdict,
+    Want,
     check_segment_bytes,
 )
 from kvferry.catalog.memory_book import MemoryBook
@@ -84,9 +89,11 @@ class MemoryCatalog:
         with self._use() as book:
             return book.present(namespace, keys)
 
-    def reserve(self, namespace: bytes, count: int, lease_s: float) -> list[Slot]:
+    def reserve(
+        self, namespace: bytes, count: int, lease_s: float, tenant: bytes = NO_TENANT
+    ) -> list[Slot]:
         with self._use() as book:
-            return book.reserve(namespace, count, lease_s)
+            return book.reserve(Share(namespace, tenant), count, lease_s)
 
     def commit(self, namespace: bytes, commits: Sequence[Commit]) -> list[Verdict]:
         with self._use() as book:
@@ -104,13 +111,13 @@ class MemoryCatalog:
         with self._use() as book:
             return book.evict(namespace, pages)
 
-    def sweep(self, wanted: Sequence[tuple[bytes, int]] = (), can_grow: bool = True) -> Swept:
+    def sweep(self, wanted: Sequence[Want] = (), can_grow: bool = True) -> Swept:
         with self._use() as book:
             return book.sweep(wanted, can_grow)
 
-    def grow(self, namespace: bytes) -> int | None:
+    def grow(self, namespace: bytes, tenant: bytes = NO_TENANT) -> int | Refused:
         with self._use() as book:
-            return book.grow(namespace)
+            return book.grow(Share(namespace, tenant))
 
     def grown(self, segment: int) -> bool:
         with self._use() as book:
@@ -120,9 +127,15 @@ class MemoryCatalog:
         with self._use() as book:
             book.shrunk(segment)
 
-    def adopt(self, segment: int, namespace: bytes, pages: Sequence[Page]) -> int:
+    def adopt(
+        self, segment: int, namespace: bytes, pages: Sequence[Page], tenant: bytes = NO_TENANT
+    ) -> int:
         with self._use() as book:
-            return book.adopt(segment, namespace, pages)
+            return book.adopt(segment, Share(namespace, tenant), pages)
+
+    def set_quotas(self, quotas: Sequence[Quota]) -> None:
+        with self._use() as book:
+            book.set_quotas(quotas)
 
     def stats(self) -> CatalogStats:
         with self._use() as book:

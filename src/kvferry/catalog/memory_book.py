@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from kvferry.catalog.base import (
     AGE_STEP_S,
     ATTACH_STEP_S,
-    CLASS_COUNT,
     CREATION_S,
     HOTTEST_MAX,
     SPACE_IDLE_S,
@@ -21,25 +20,22 @@ from kvferry.catalog.base import (
     HotPage,
     Page,
     Policy,
+    Quota,
+    Refused,
+    Share,
     Slot,
     Space,
     Swept,
     Verdict,
+    Want,
     check_slices,
     check_space,
     counted,
     unknown_namespace,
 )
-from kvferry.catalog.eviction import (
-    Head,
-    Recall,
-    bucket_of,
-    more_uses,
-    remembered,
-    returned,
-    use_class,
-    victim,
-)
+from kvferry.catalog.eviction import Head, more_uses
+from kvferry.catalog.memory_eviction import MemoryEviction
+from kvferry.catalog.quotas import Ledger, QuotaRow, renewed
 from kvferry.catalog.snapshot import (
     PageEntry,
     ReservedEntry,
@@ -47,7 +43,7 @@ from kvferry.catalog.snapshot import (
     SegmentState,
     Snapshot,
 )
-from kvferry.catalog.sweeping import SegmentHeat, make_room, space_stats
+from kvferry.catalog.sweeping import SegmentHeat, make_room, share_stats, space_stats
 from kvferry.clock import Clock
 from kvferry.errors import ExhaustedError
 from kvferry.layout import Address
@@ -57,7 +53,7 @@ from kvferry.layout import Address
 class _Segment:
     """See `snapshot.SegmentEntry`."""
 
-    namespace: bytes
+    share: Share
     state: SegmentState
     until_s: float
     slot_count: int
@@ -91,7 +87,6 @@ class MemoryBook:
 
     def __init__(self, clock: Clock, grace_s: float, segment_bytes: int, policy: Policy):
         self.capacity_bytes = 0
-        self._policy = policy
         self.segment_bytes = segment_bytes
         self._clock = clock
         self._grace_s = grace_s
@@ -103,8 +98,8 @@ class MemoryBook:
         self._reserved: dict[Address, _Reservation] = {}
         self._graced: dict[Address, float] = {}
         self._pages: dict[tuple[bytes, bytes], _Page] = {}
-        self._recalls: dict[bytes, Recall] = {}
-        self._ghosts: dict[tuple[bytes, int], bytes] = {}
+        self._eviction = MemoryEviction(policy)
+        self._quotas: dict[bytes, QuotaRow] = {}
         self._counts: Counter[str] = Counter()
         self._lookups: dict[bytes, tuple[int, int]] = {}  # and hits, by namespace
 
@@ -112,7 +107,7 @@ class MemoryBook:
 
     def attach(self, space: Space) -> None:
         check_space(self._spaces.setdefault(space.namespace, space), space)
-        self._recalls.setdefault(space.namespace, Recall())
+        self._eviction.attach(space.namespace)
         now_s = self._clock.now_s()
         if now_s >= self._attached_s.setdefault(space.namespace, now_s) + ATTACH_STEP_S:
             self._attached_s[space.namespace] = now_s
@@ -162,15 +157,17 @@ class MemoryBook:
 
     # Slots.
 
-    def reserve(self, namespace: bytes, count: int, lease_s: float) -> list[Slot]:
+    def reserve(self, share: Share, count: int, lease_s: float) -> list[Slot]:
         minted = self._clock.random_bytes(16 * count)
-        self._space(namespace)
-        addresses = sorted(a for a in self._free if self._namespace(a) == namespace)[:count]
+        self._space(share.namespace)
+        addresses = sorted(a for a in self._free if self._share(a) == share)[:count]
         slots = [Slot(a, minted[16 * i : 16 * i + 16]) for i, a in enumerate(addresses)]
         lease_end_s = self._clock.now_s() + lease_s
         for slot in slots:
             self._free.remove(slot.address)
-            self._reserved[slot.address] = _Reservation(namespace, slot.generation, lease_end_s)
+            self._reserved[slot.address] = _Reservation(
+                share.namespace, slot.generation, lease_end_s
+            )
         return slots
 
     def commit(self, namespace: bytes, commits: Sequence[Commit]) -> list[Verdict]:
@@ -220,25 +217,14 @@ class MemoryBook:
         return len(reservation.slices) == slice_count
 
     def _publish(self, namespace: bytes, page: Page) -> None:
-        uses = more_uses(self._return(namespace, page.key))
+        uses = more_uses(self._eviction.recall(namespace, page.key, self._slots_max(namespace)))
         self._pages[namespace, page.key] = _Page(
             page.address, page.generation, self._age(), page.chunk_index, page.parent, uses
         )
         self._lift(namespace, page.parent, uses, is_use=False)
 
-    def _return(self, namespace: bytes, key: bytes) -> int:
-        """The uses that a page had when it was evicted; 0: no ghost of it is left."""
-        slots_max = self._slots_max(namespace)
-        place = namespace, bucket_of(key, slots_max)
-        recall, bucket = self._recalls[namespace], self._ghosts.get(place, b"")
-        recall, bucket, uses = returned(recall, bucket, key, slots_max)
-        if uses:
-            self._recalls[namespace], self._ghosts[place] = recall, bucket
-        return uses
-
     def _slots_max(self, namespace: bytes) -> int:
-        segments_max = max(1, self.capacity_bytes // self.segment_bytes)
-        return segments_max * self._spaces[namespace].slot_count
+        return max(1, self._segments_max()) * self._spaces[namespace].slot_count
 
     def abort(self, namespace: bytes, slots: Sequence[Slot]) -> None:
         for address, generation in slots:
@@ -249,12 +235,16 @@ class MemoryBook:
 
     # Segments.
 
-    def grow(self, namespace: bytes) -> int | None:
-        space = self._space(namespace)
-        if not self._has_room():
-            return None
+    def grow(self, share: Share) -> int | Refused:
+        space = self._space(share.namespace)
+        ledger = Ledger(self._quotas, self._segments_max(), self._clock.now_s())
+        for segment in self._segments.values():
+            ledger.add(segment.share)
+        if refusal := ledger.refusal(share):
+            self._counts[refusal.value] += 1
+            return refusal
         number = self._next_segment
-        self._add_segment(number, namespace, SegmentState.CREATING, space.slot_count)
+        self._add_segment(number, share, SegmentState.CREATING, space.slot_count)
         return number
 
     def grown(self, segment: int) -> bool:
@@ -262,7 +252,7 @@ class MemoryBook:
         if found is None or found.state is SegmentState.EMPTIED:
             return False
         if found.state is SegmentState.CREATING:
-            self._add_segment(segment, found.namespace, SegmentState.READY, found.slot_count)
+            self._add_segment(segment, found.share, SegmentState.READY, found.slot_count)
         return True
 
     def shrunk(self, segment: int) -> None:
@@ -274,16 +264,16 @@ class MemoryBook:
                 del records[address]
         del self._segments[segment]
 
-    def adopt(self, segment: int, namespace: bytes, pages: Sequence[Page]) -> int:
-        space = self._space(namespace)
+    def adopt(self, segment: int, share: Share, pages: Sequence[Page]) -> int:
+        space = self._space(share.namespace)
         if segment in self._segments:
             return 0
-        if not self._has_room():
+        if len(self._segments) >= self._segments_max():
             raise ExhaustedError(
                 "catalog.capacity", "the budget does not hold this segment", segment=segment
             )
-        self._add_segment(segment, namespace, SegmentState.READY, space.slot_count)
-        return sum(self._adopt(namespace, page, segment) for page in pages)
+        self._add_segment(segment, share, SegmentState.READY, space.slot_count)
+        return sum(self._adopt(share.namespace, page, segment) for page in pages)
 
     def _adopt(self, namespace: bytes, page: Page, segment: int) -> bool:
         fits = page.address in self._free and page.address.segment == segment
@@ -293,38 +283,37 @@ class MemoryBook:
         self._publish(namespace, page)
         return True
 
-    def _add_segment(
-        self, number: int, namespace: bytes, state: SegmentState, slot_count: int
-    ) -> None:
+    def _add_segment(self, number: int, share: Share, state: SegmentState, slot_count: int) -> None:
         until_s = self._clock.now_s() + CREATION_S
-        self._segments[number] = _Segment(namespace, state, until_s, slot_count)
+        self._segments[number] = _Segment(share, state, until_s, slot_count)
         self._next_segment = max(self._next_segment, number + 1)
         if state is SegmentState.READY:
             self._free.update(Address(number, slot) for slot in range(slot_count))
 
-    def _has_room(self) -> bool:
-        return (len(self._segments) + 1) * self.segment_bytes <= self.capacity_bytes
+    def _segments_max(self) -> int:
+        return self.capacity_bytes // self.segment_bytes
 
     def _space(self, namespace: bytes) -> Space:
         if namespace not in self._spaces:
             raise unknown_namespace(namespace)
         return self._spaces[namespace]
 
-    def _namespace(self, address: Address) -> bytes:
-        return self._segments[address.segment].namespace
+    def _share(self, address: Address) -> Share:
+        return self._segments[address.segment].share
 
     # Sweeping.
 
-    def sweep(self, wanted: Sequence[tuple[bytes, int]] = (), can_grow: bool = True) -> Swept:
+    def sweep(self, wanted: Sequence[Want] = (), can_grow: bool = True) -> Swept:
         evicted_before_count = self._counts["evicted"]
         expired_count = self._end_leases()
         self._end_graces()
         self._end_creations()
         self._forget_spaces()
-        room_max = self.capacity_bytes // self.segment_bytes
-        make_room(self, self._clock.now_s(), room_max, wanted, can_grow)
+        now_s = self._clock.now_s()
+        quota_count = make_room(self, now_s, self._segments_max(), wanted, can_grow)
+        self._counts["quota_evicted"] += quota_count
         evicted_count = self._counts["evicted"] - evicted_before_count
-        return Swept(expired_count, evicted_count, self._deletable())
+        return Swept(expired_count, evicted_count, self._deletable(), quota_count)
 
     def _end_leases(self) -> int:
         now_s = self._clock.now_s()
@@ -350,14 +339,12 @@ class MemoryBook:
                 segment.until_s = now_s
 
     def _forget_spaces(self) -> None:
-        in_use = {segment.namespace for segment in self._segments.values()}
+        in_use = {segment.share.namespace for segment in self._segments.values()}
         limit_s = self._clock.now_s() - SPACE_IDLE_S
         for namespace in self._spaces.keys() - in_use:
             if self._attached_s[namespace] <= limit_s:
                 del self._spaces[namespace], self._attached_s[namespace]
-                del self._recalls[namespace]
-                for place in [place for place in self._ghosts if place[0] == namespace]:
-                    del self._ghosts[place]
+                self._eviction.forget(namespace)
                 self._lookups.pop(namespace, None)
 
     def _deletable(self) -> tuple[int, ...]:
@@ -384,7 +371,7 @@ class MemoryBook:
         return [
             SegmentHeat(
                 number,
-                segment.namespace,
+                segment.share,
                 segment.state,
                 segment.until_s,
                 segment.slot_count,
@@ -400,28 +387,20 @@ class MemoryBook:
         space = self._spaces.get(namespace)
         return space and space.slot_count
 
-    def coldest_age(self, namespace: bytes) -> int | None:
-        head = self._coldest(namespace)
+    def coldest_age(self, share: Share) -> int | None:
+        head = self._coldest(share)
         return head and head.age
 
-    def evict_coldest(self, namespace: bytes) -> None:
-        head = self._coldest(namespace)
+    def evict_coldest(self, share: Share) -> None:
+        address, namespace = self._coldest(share).address, share.namespace
         pages = self._pages_of(namespace)
-        key, page = next(pair for pair in pages if pair[1].address == head.address)
+        key, page = next(pair for pair in pages if pair[1].address == address)
         self._evict(namespace, key, page.generation)
-        if self._policy is Policy.ADAPTIVE:
-            place = namespace, bucket_of(key, self._slots_max(namespace))
-            self._recalls[namespace], self._ghosts[place] = remembered(
-                self._recalls[namespace], self._ghosts.get(place, b""), key, page.uses
-            )
+        self._eviction.remember(namespace, key, page.uses, self._slots_max(namespace))
 
-    def _coldest(self, namespace: bytes) -> Head | None:
-        heads: list[Head | None] = [None] * CLASS_COUNT
-        for _, page in self._pages_of(namespace):
-            head = Head(page.age, page.chunk_index, page.address)
-            use = use_class(page.uses)
-            heads[use] = min(heads[use] or head, head, key=_coldness)
-        return victim(self._policy, heads, self._age(), self._recalls[namespace].reach)
+    def _coldest(self, share: Share) -> Head | None:
+        pages = (p for _, p in self._pages_of(share.namespace) if self._share(p.address) == share)
+        return self._eviction.coldest(share.namespace, pages, self._age())
 
     def empty(self, segment: int) -> None:
         """Reserved slots stay their writers' until the leases end, but are not published."""
@@ -431,6 +410,15 @@ class MemoryBook:
         self._free = {address for address in self._free if address.segment != segment}
         self._segments[segment].state = SegmentState.EMPTIED
         self._segments[segment].until_s = self._clock.now_s() + self._grace_s
+
+    def quotas(self) -> dict[bytes, QuotaRow]:
+        return self._quotas
+
+    def claim(self, owner: bytes, until_s: float) -> None:
+        self._quotas[owner] = self._quotas[owner]._replace(claimed_until_s=until_s)
+
+    def set_quotas(self, quotas: Sequence[Quota]) -> None:
+        self._quotas = renewed(self._quotas, quotas)
 
     def _pages_of(self, namespace: bytes) -> list[tuple[bytes, _Page]]:
         return [(key, page) for (owner, key), page in self._pages.items() if owner == namespace]
@@ -453,6 +441,9 @@ class MemoryBook:
             duplicate_count=self._counts["duplicate"],
             expired_count=self._counts["expired"],
             evicted_count=self._counts["evicted"],
+            shares=share_stats(heats, list(self._spaces.values())),
+            quota_refused_count=self._counts[Refused.QUOTA.value],
+            quota_evicted_count=self._counts["quota_evicted"],
         )
 
     def hottest(self, namespace: bytes, count: int) -> list[HotPage]:
@@ -467,10 +458,7 @@ class MemoryBook:
         ]
 
     def segments(self) -> dict[int, SegmentEntry]:
-        return {
-            number: SegmentEntry(s.namespace, s.state, s.until_s, s.slot_count)
-            for number, s in self._segments.items()
-        }
+        return {heat.number: heat.entry for heat in self.heats()}
 
     def snapshot(self) -> Snapshot:
         return Snapshot(
@@ -488,9 +476,6 @@ class MemoryBook:
                 owner: PageEntry(p.address, p.generation, p.age, p.chunk_index, p.parent, p.uses)
                 for owner, p in self._pages.items()
             },
-            recalls={namespace: tuple(recall) for namespace, recall in self._recalls.items()},
+            recalls=self._eviction.recalls(),
+            quotas={owner: tuple(row) for owner, row in self._quotas.items()},
         )
-
-
-def _coldness(head: Head) -> tuple[int, int, Address]:
-    return head.age, -head.chunk_index, head.address

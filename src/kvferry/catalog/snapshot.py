@@ -6,7 +6,7 @@ told the same have equal snapshots.
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from kvferry.layout import Address
@@ -29,6 +29,7 @@ class SegmentEntry:
     state: SegmentState
     until_s: float
     slot_count: int
+    tenant: bytes = bytes(16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,8 @@ class PageEntry:
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """`graced`: slots and the time from which on they are free. Pages by (namespace, key).
-    `recalls`: by namespace what `eviction.Recall` has."""
+    `recalls`: by namespace what `eviction.Recall` has. `quotas`: by owner what `quotas.QuotaRow`
+    has."""
 
     capacity_bytes: int
     segment_bytes: int
@@ -68,6 +70,7 @@ class Snapshot:
     graced: dict[Address, float]
     pages: dict[tuple[bytes, bytes], PageEntry]
     recalls: dict[bytes, tuple[float, int, int]]
+    quotas: dict[bytes, tuple[int, int, float]] = field(default_factory=dict)
 
 
 def check_invariants(snapshot: Snapshot) -> list[str]:

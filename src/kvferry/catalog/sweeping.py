@@ -3,21 +3,22 @@
 1. What will be free soon counts: free, graced and growable slots. Where that is less than what
    is wanted (the low mark), an eighth of it more is made (the high mark), so that not every call
    evicts.
-2. An idle segment of another namespace costs nothing: it goes first.
-3. Then the coldest page decides, of those that go first in their namespaces. If the namespace
-   that wants room owns it, that one page goes; if another does, the segment of the owner whose
-   pages are oldest on average is emptied.
+2. An idle segment of another share costs nothing: it goes first.
+3. Then the coldest page decides, of those that go first in their shares. If the share that wants
+   room owns it, that one page goes; if another does, the segment of the owner whose pages are
+   oldest on average is emptied.
 
-Several namespaces that use their pages thus share the store by use, and one that nobody uses any
-more gives up segment after segment.
+Several namespaces and tenants that use their pages thus divide the store by use, and one that
+nobody uses any more gives up segment after segment. Quotas say who may not give or get.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvferry.catalog.base import Space, SpaceStats
+from kvferry.catalog.base import CREATION_S, Share, ShareStats, Space, SpaceStats, Want
+from kvferry.catalog.quotas import Ledger, QuotaRow
 from kvferry.catalog.snapshot import SegmentEntry, SegmentState
 
 HIGH_MARK_PART = 8
@@ -28,7 +29,7 @@ class SegmentHeat:
     """One segment's figures. `age_sum`: sum of the ages of its pages."""
 
     number: int
-    namespace: bytes
+    share: Share
     state: SegmentState
     until_s: float
     slot_count: int
@@ -39,7 +40,8 @@ class SegmentHeat:
 
     @property
     def entry(self) -> SegmentEntry:
-        return SegmentEntry(self.namespace, self.state, self.until_s, self.slot_count)
+        namespace, tenant = self.share
+        return SegmentEntry(namespace, self.state, self.until_s, self.slot_count, tenant)
 
     @property
     def mean_age(self) -> float:
@@ -62,78 +64,128 @@ class Book(Protocol):
     def slots_per_segment(self, namespace: bytes) -> int | None:
         """None: the namespace is unknown."""
 
-    def coldest_age(self, namespace: bytes) -> int | None:
+    def coldest_age(self, share: Share) -> int | None:
         """Age of the page that goes first; None: there is none."""
 
-    def evict_coldest(self, namespace: bytes) -> None:
+    def evict_coldest(self, share: Share) -> None:
         """Evicts the page that goes first by the policy (`eviction`)."""
 
     def empty(self, segment: int) -> None:
         """Evicts all pages of a READY segment and makes it EMPTIED."""
 
+    def quotas(self) -> Mapping[bytes, QuotaRow]:
+        """By owner."""
+
+    def claim(self, owner: bytes, until_s: float) -> None:
+        """Notes it in the owner's row."""
+
 
 def make_room(
-    book: Book, now_s: float, room_max: int, wanted: Sequence[tuple[bytes, int]], can_grow: bool
-) -> None:
-    """`room_max`: how many segments the budget holds."""
-    heats = book.heats()
-    spare_count = room_max - sum(heat.state is not SegmentState.EMPTIED for heat in heats)
-    for heat in _coldest_first(heats)[: max(0, -spare_count)]:  # the store was made smaller
+    book: Book, now_s: float, room_max: int, wanted: Sequence[Want], can_grow: bool
+) -> int:
+    """`room_max`: how many segments the budget holds. Returns how many pages were evicted for
+    quotas."""
+    ledger = Ledger(book.quotas(), room_max, now_s)
+    for heat in book.heats():
+        if heat.state is not SegmentState.EMPTIED:
+            ledger.add(heat.share)
+    evicted_count = sum(_lower(book, ledger, owner) for owner in ledger.above())
+    while ledger.total > room_max and (heat := _coldest(book, ledger)):  # it was made smaller
         book.empty(heat.number)
-    if not can_grow:
-        spare_count = 0
-    for namespace, count in wanted:
-        spare_count = _make_room_for(book, now_s, namespace, count, max(0, spare_count))
+        ledger.add(heat.share, -1)
+    ledger.room_max = max(room_max, ledger.total) if can_grow else ledger.total
+    return evicted_count + sum(_make_room_for(book, ledger, want, now_s) for want in wanted)
 
 
-def _make_room_for(book: Book, now_s: float, wanting: bytes, count: int, spare_count: int) -> int:
-    """`spare_count`: segments that may still be grown; returns how many are left to others."""
-    slot_count = book.slots_per_segment(wanting)
-    if slot_count is None:
-        return spare_count
+def _lower(book: Book, ledger: Ledger, owner: bytes) -> int:
+    """Brings an owner down to its maximum. Returns how many pages were evicted."""
+    evicted_count = 0
+    while owner in ledger.above() and (heat := _coldest(book, ledger, owner)):
+        evicted_count += _empty(book, ledger, heat)
+    return evicted_count
+
+
+def _coldest(book: Book, ledger: Ledger, owner: bytes | None = None) -> SegmentHeat | None:
+    """The segment that is missed least, if need be one that is guaranteed. None: there is none."""
+    found = _coldest_first([h for h in book.heats() if owner is None or owner in h.share])
+    free = (heat for heat in found if ledger.may_lose(heat.share))
+    return next(free, found[0] if found else None)
+
+
+def _empty(book: Book, ledger: Ledger, heat: SegmentHeat) -> int:
+    page_count = heat.page_count
+    book.empty(heat.number)
+    ledger.add(heat.share, -1)
+    return page_count
+
+
+def _make_room_for(book: Book, ledger: Ledger, want: Want, now_s: float) -> int:
+    """Returns how many pages were evicted for quotas."""
+    share = Share(want.namespace, want.tenant)
+    slot_count = book.slots_per_segment(share.namespace)
     heats = book.heats()
-    idle = _idle(heats, wanting, now_s)
-    missing = count - sum(heat.soon_free_count for heat in heats if heat.namespace == wanting)
-    if missing > 0:
-        missing += count // HIGH_MARK_PART
+    missing = want.count - sum(h.soon_free_count for h in heats if h.share == share)
+    if slot_count is None or missing <= 0:
+        return 0
+    missing += want.count // HIGH_MARK_PART
+    for owner in ledger.below(share):
+        ledger.claim(owner, now_s + CREATION_S)
+        book.claim(owner, now_s + CREATION_S)
+    idle, sizes = _idle(heats, share, now_s), _sizes(heats)
+    quota_count = 0
     while missing > 0:
-        if spare_count > 0:
-            spare_count -= 1
+        if ledger.spare(share) > 0:
+            ledger.add(share)
             missing -= slot_count
-        elif idle:
-            book.empty(idle.pop(0))
-            heats = book.heats()
-            spare_count += 1
-        elif (victim := _coldest_namespace(book, heats, wanting)) is None:
+            continue
+        is_bound = ledger.is_bound(share)
+        if heat := next((heat for heat in idle if ledger.gains(share, heat.share)), None):
+            idle.remove(heat)
+        elif (victim := _victim(book, ledger, share, sizes)) is None:
             break
-        elif victim == wanting:
-            book.evict_coldest(wanting)
+        elif victim == share:
+            book.evict_coldest(share)
             missing -= 1
+            quota_count += is_bound
+            continue
         else:
-            used = [heat for heat in heats if heat.namespace == victim and heat.page_count]
-            book.empty(_coldest_first(used)[0].number)
-            spare_count += 1
-            heats = book.heats()
-    return spare_count
+            used = [heat for heat in book.heats() if heat.share == victim and heat.page_count]
+            heat = _coldest_first(used)[0]
+        quota_count += _empty(book, ledger, heat) * is_bound
+        sizes[heat.share] -= 1
+    return quota_count
 
 
-def _idle(heats: list[SegmentHeat], wanting: bytes, now_s: float) -> list[int]:
-    """Segments of other namespaces with nothing in them, and not just grown."""
+def _idle(heats: list[SegmentHeat], wanting: Share, now_s: float) -> list[SegmentHeat]:
+    """Segments of other shares with nothing in them, and not just grown."""
     return [
-        heat.number
+        heat
         for heat in heats
         if heat.state is SegmentState.READY
-        and heat.namespace != wanting
+        and heat.share != wanting
         and heat.page_count == heat.reserved_count == 0
         and heat.until_s <= now_s
     ]
 
 
-def _coldest_namespace(book: Book, heats: list[SegmentHeat], wanting: bytes) -> bytes | None:
-    """Whose page is the coldest of all; at equal age who has the most segments, then `wanting`."""
-    sizes = Counter(heat.namespace for heat in heats if heat.state is SegmentState.READY)
-    ages = {n: age for n in sizes if (age := book.coldest_age(n)) is not None}
-    return min(ages, key=lambda n: (ages[n], -sizes[n], n != wanting, n), default=None)
+def _sizes(heats: list[SegmentHeat]) -> Counter[Share]:
+    """How many READY segments the shares have."""
+    return Counter(heat.share for heat in heats if heat.state is SegmentState.READY)
+
+
+def _victim(book: Book, ledger: Ledger, wanting: Share, sizes: Counter[Share]) -> Share | None:
+    """Whose page is the coldest of all that may give; at equal age who has the most segments, then
+    `wanting`. Who wants below its guarantee takes from others if it can."""
+    ages = {
+        share: age
+        for share, size in sizes.items()
+        if size
+        and (share == wanting or ledger.may_give(share, wanting))
+        and (age := book.coldest_age(share)) is not None
+    }
+    below = ledger.below(wanting)
+    others = {share for share in ages if below and not set(below) & set(share)}
+    return min(others or ages, key=lambda s: (ages[s], -sizes[s], s != wanting, s), default=None)
 
 
 def _coldest_first(heats: list[SegmentHeat]) -> list[SegmentHeat]:
@@ -142,9 +194,22 @@ def _coldest_first(heats: list[SegmentHeat]) -> list[SegmentHeat]:
     return sorted(ready, key=lambda heat: (heat.mean_age, heat.number))
 
 
+def share_stats(heats: Sequence[SegmentHeat], spaces: Sequence[Space]) -> tuple[ShareStats, ...]:
+    """What the shares have, in order."""
+    slot_bytes = {space.namespace: space.slot_bytes for space in spaces}
+    segments = Counter(heat.share for heat in heats)
+    pages: Counter[Share] = Counter()
+    for heat in heats:
+        pages[heat.share] += heat.page_count
+    return tuple(
+        ShareStats(share, count, pages[share], pages[share] * slot_bytes[share.namespace])
+        for share, count in sorted(segments.items())
+    )
+
+
 def space_stats(space: Space, heats: Sequence[SegmentHeat]) -> SpaceStats:
     """One namespace's figures."""
-    own = [heat for heat in heats if heat.namespace == space.namespace]
+    own = [heat for heat in heats if heat.share.namespace == space.namespace]
     return SpaceStats(
         namespace=space.namespace,
         description=space.description,

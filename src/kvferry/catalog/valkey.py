@@ -20,6 +20,7 @@ from kvferry.catalog.base import (
     GRACE_S,
     HOTTEST_MAX,
     LOST,
+    NO_TENANT,
     PACKED_HIT,
     CatalogStats,
     Commit,
@@ -27,10 +28,13 @@ from kvferry.catalog.base import (
     HotPage,
     Page,
     Policy,
+    Quota,
+    Refused,
     Slot,
     Space,
     Swept,
     Verdict,
+    Want,
     check_segment_bytes,
     check_space,
     unknown_namespace,
@@ -69,6 +73,7 @@ _VERDICTS = {
     ord("D"): Verdict.DUPLICATE,
     ord("E"): Verdict.EXPIRED,
 }
+_REFUSALS = {b"B": Refused.BUDGET, b"Q": Refused.QUOTA}
 
 
 class _Opened(NamedTuple):
@@ -221,13 +226,15 @@ class ValkeyCatalog:
         if said[0] != OK:
             check_space(records.sized_space(space.namespace, said[1:]), space)
 
-    def reserve(self, namespace: bytes, count: int, lease_s: float) -> list[Slot]:
+    def reserve(
+        self, namespace: bytes, count: int, lease_s: float, tenant: bytes = NO_TENANT
+    ) -> list[Slot]:
         minted = self._clock.random_bytes(16 * count)
         slots: list[Slot] = []
         for first in range(0, max(count, 1), BATCH_MAX):
             generations = minted[16 * first : 16 * (first + BATCH_MAX)]
             packed = records.LEASE.pack(lease_s) + generations
-            said = self._write("reserve", namespace, packed, once=True, namespace=namespace)
+            said = self._write("reserve", namespace, tenant, packed, once=True, namespace=namespace)
             slots += records.unpack_slots(said[1:])
             if len(slots) < min(first + BATCH_MAX, count):
                 break
@@ -256,15 +263,15 @@ class ValkeyCatalog:
             evicted_count += records.NUMBER.unpack(said[1:])[0]
         return evicted_count
 
-    def sweep(self, wanted: Sequence[tuple[bytes, int]] = (), can_grow: bool = True) -> Swept:
+    def sweep(self, wanted: Sequence[Want] = (), can_grow: bool = True) -> Swept:
         said = self._write("sweep", records.pack_wanted(wanted), b"1" if can_grow else b"0")
-        expired_count, evicted_count = records.SWEPT.unpack_from(said, 1)
+        expired_count, evicted_count, quota_count = records.SWEPT.unpack_from(said, 1)
         numbers = records.unpack_numbers(said[1 + records.SWEPT.size :])
-        return Swept(expired_count, evicted_count, numbers)
+        return Swept(expired_count, evicted_count, numbers, quota_count)
 
-    def grow(self, namespace: bytes) -> int | None:
-        said = self._write("grow", namespace, once=True, namespace=namespace)
-        return records.NUMBER.unpack(said[1:])[0] if len(said) > 1 else None
+    def grow(self, namespace: bytes, tenant: bytes = NO_TENANT) -> int | Refused:
+        said = self._write("grow", namespace, tenant, once=True, namespace=namespace)[1:]
+        return _REFUSALS.get(said) or records.NUMBER.unpack(said)[0]
 
     def grown(self, segment: int) -> bool:
         return self._write("grown", records.NUMBER.pack(segment))[1:] == b"1"
@@ -272,12 +279,14 @@ class ValkeyCatalog:
     def shrunk(self, segment: int) -> None:
         self._write("shrunk", records.NUMBER.pack(segment))
 
-    def adopt(self, segment: int, namespace: bytes, pages: Sequence[Page]) -> int:
+    def adopt(
+        self, segment: int, namespace: bytes, pages: Sequence[Page], tenant: bytes = NO_TENANT
+    ) -> int:
         own = [page for page in pages if page.address.segment == segment]
         taken_count = 0
         for index, part in enumerate(_parts(own, BATCH_MAX) or [[]]):
             packed = records.ADOPTED.pack(segment, index == 0) + records.pack_found(part)
-            said = self._write("adopt", namespace, packed, once=True, namespace=namespace)
+            said = self._write("adopt", namespace, tenant, packed, once=True, namespace=namespace)
             if said[0] == ord("N"):
                 raise ExhaustedError(
                     "catalog.capacity", "the budget does not hold this segment", segment=segment
@@ -287,6 +296,9 @@ class ValkeyCatalog:
             if not goes_on:
                 break
         return taken_count
+
+    def set_quotas(self, quotas: Sequence[Quota]) -> None:
+        self._write("set_quotas", records.pack_quotas(quotas))
 
     def stats(self) -> CatalogStats:
         return self._counts.added_to(records.read_stats(*self._read("stats")))

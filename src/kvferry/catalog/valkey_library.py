@@ -8,11 +8,21 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-FORMAT_VERSION = 2
-"""Of the records. 1: the first. 2: uses of pages, ghosts; ages in steps of 10 s."""
+FORMAT_VERSION = 3
+"""Of the records. 1: the first. 2: uses of pages, ghosts; ages in steps of 10 s. 3: shares, quotas."""
 
 _FOLDER = Path(__file__).with_name("valkey_rules")
-_PARTS = ("tables", "book", "verbs", "eviction", "sweeping", "figures", "functions")
+_PARTS = (
+    "tables",
+    "book",
+    "shares",
+    "quotas",
+    "verbs",
+    "eviction",
+    "sweeping",
+    "figures",
+    "functions",
+)
 _NAME = "@LIBRARY@"
 
 

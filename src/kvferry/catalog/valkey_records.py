@@ -4,8 +4,8 @@ The layouts are those of `valkey_rules/`; docs/design/0009 has the keys of the r
 """
 
 import struct
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from kvferry.catalog.base import (
     CatalogStats,
@@ -13,9 +13,13 @@ from kvferry.catalog.base import (
     HotPage,
     Page,
     Policy,
+    Quota,
+    Share,
+    ShareStats,
     Slot,
     Space,
     SpaceStats,
+    Want,
 )
 from kvferry.catalog.lookup_counts import Counts
 from kvferry.catalog.snapshot import (
@@ -34,7 +38,7 @@ NUMBER = struct.Struct("<I")
 LEASE = struct.Struct("<d")
 SLOT = struct.Struct("<II16s")
 ADOPTED = struct.Struct("<IB")
-SWEPT = struct.Struct("<II")
+SWEPT = struct.Struct("<III")
 SIZES = struct.Struct(">IdII")
 
 _RULES = struct.Struct("<dB")
@@ -42,10 +46,13 @@ _LOOKUPS = struct.Struct("<32sII")
 _HOT_PAGE = struct.Struct("<32s32sII")
 _COMMIT = struct.Struct("<32s32sIII16sii")
 _FOUND = struct.Struct("<32s32sII16s")
-_WANTED = struct.Struct("<32sI")
+_WANTED = struct.Struct("<32sI16s")
+_TOLD = struct.Struct("<B32sII")
 _SPACE = struct.Struct(">IIdII")
-_TOTALS = struct.Struct(">IIIIIddII")
-_SEGMENT = struct.Struct(">I32sBdIIIId")
+_TOTALS = struct.Struct(">IIIIIII")
+_LEARNED = struct.Struct(">dII")
+_QUOTA = struct.Struct(">IId")
+_SEGMENT = struct.Struct(">II32s16sBdIIIId")
 _PAGE = struct.Struct("<II16sII32sB")
 _RESERVED = struct.Struct("<c16sd32s")
 
@@ -105,8 +112,12 @@ def pack_found(pages: Sequence[Page]) -> bytes:
     )
 
 
-def pack_wanted(wanted: Sequence[tuple[bytes, int]]) -> bytes:
-    return b"".join(_WANTED.pack(namespace, count) for namespace, count in wanted)
+def pack_wanted(wanted: Sequence[Want]) -> bytes:
+    return b"".join(_WANTED.pack(*want) for want in wanted)
+
+
+def pack_quotas(quotas: Sequence[Quota]) -> bytes:
+    return b"".join(_TOLD.pack(len(quota.owner), *quota) for quota in quotas)
 
 
 def unpack_numbers(packed: bytes) -> tuple[int, ...]:
@@ -119,39 +130,72 @@ def pairs(fields: Sequence[Any]) -> list[tuple[Any, Any]]:
 
 
 def unpack_segment(packed: bytes) -> SegmentEntry:
-    _, namespace, state, until_s, slot_count, *_ = _SEGMENT.unpack(packed)
-    return SegmentEntry(namespace, SegmentState(state), until_s, slot_count)
+    _, _, namespace, tenant, state, until_s, slot_count, *_ = _SEGMENT.unpack(packed)
+    return SegmentEntry(namespace, SegmentState(state), until_s, slot_count, tenant)
 
 
-def read_stats(meta: Sequence[bytes], segment_count: int, spaces: Sequence[Any]) -> CatalogStats:
-    capacity, segment, lookup, hit, published, duplicate, expired, evicted = map(int, meta)
-    rows = sorted((namespace, *row) for namespace, row in pairs(spaces))
+class _Totals(NamedTuple):
+    """Sums over the segments of a share."""
+
+    segments: int = 0
+    live: int = 0
+    ready: int = 0
+    pages: int = 0
+    reserved: int = 0
+    graced: int = 0
+    soon_free: int = 0
+
+
+def read_stats(
+    meta: Sequence[bytes],
+    segment_count: int,
+    spaces: Sequence[Any],
+    shares: Sequence[tuple[bytes, bytes]],
+) -> CatalogStats:
+    capacity, segment, lookup, hit, published, duplicate, expired, evicted, *quota = map(int, meta)
+    totals = {
+        Share(name[:32], name[32:]): _Totals(*_TOTALS.unpack(packed)) for name, packed in shares
+    }
+    found = [_space_stats(namespace, totals, *row) for namespace, row in sorted(pairs(spaces))]
+    slot_bytes = {space.namespace: space.slot_bytes for space in found}
     return CatalogStats(
         capacity_bytes=capacity,
         segment_bytes=segment,
         segment_count=segment_count,
-        spaces=tuple(_space_stats(*row) for row in rows),
+        spaces=tuple(found),
         lookup_key_count=lookup,
         hit_key_count=hit,
         published_count=published,
         duplicate_count=duplicate,
         expired_count=expired,
         evicted_count=evicted,
+        shares=tuple(
+            ShareStats(share, own.segments, own.pages, own.pages * slot_bytes[share.namespace])
+            for share, own in sorted(totals.items())
+            if own.segments
+        ),
+        quota_refused_count=quota[0],
+        quota_evicted_count=quota[1],
     )
 
 
 def _space_stats(
-    namespace: bytes, row: bytes, totals: bytes, lookups: bytes | None, hits: bytes | None
+    namespace: bytes,
+    totals: Mapping[Share, _Totals],
+    row: bytes,
+    lookups: bytes | None,
+    hits: bytes | None,
 ) -> SpaceStats:
     _, _, slot_bytes, _, chunk_tokens = _SPACE.unpack_from(row)
-    segment_count, _, page_count, reserved_count, graced_count, *_ = _TOTALS.unpack(totals)
+    own = [_Totals(), *(sums for share, sums in totals.items() if share.namespace == namespace)]
+    sums = _Totals(*map(sum, zip(*own, strict=True)))
     return SpaceStats(
         namespace=namespace,
         description=row[_SPACE.size :].decode(),
-        page_count=page_count,
-        reserved_count=reserved_count,
-        graced_count=graced_count,
-        segment_count=segment_count,
+        page_count=sums.pages,
+        reserved_count=sums.reserved,
+        graced_count=sums.graced,
+        segment_count=sums.segments,
         slot_bytes=int(slot_bytes),
         chunk_tokens=chunk_tokens,
         lookup_key_count=int(lookups or 0),
@@ -165,6 +209,7 @@ class Audit:
     def __init__(self) -> None:
         self.last_segment = -1
         self._recalls: dict[bytes, tuple[float, int, int]] = {}
+        self._quotas: dict[bytes, tuple[int, int, float]] = {}
         self._segments: dict[int, SegmentEntry] = {}
         self._free: set[Address] = set()
         self._reserved: dict[Address, ReservedEntry] = {}
@@ -176,14 +221,13 @@ class Audit:
     def add(self, answer: Sequence[Any]) -> bool:
         """Returns True if it was the last part. Raises CorruptError where records contradict
         each other."""
-        is_last, segments, spaces, timer_count, (capacity, segment_bytes) = answer
+        is_last, segments, spaces, timer_count, (capacity, segment_bytes), quotas = answer
         is_all = bool(is_last) and self.last_segment < 0
         for segment in segments:
             self._add_segment(*segment)
         counts = {namespace: sums[:2] for namespace, sums in pairs(spaces)}
-        self._recalls = {
-            namespace: _TOTALS.unpack(sums[2])[6:] for namespace, sums in pairs(spaces)
-        }
+        self._recalls = {namespace: _LEARNED.unpack(sums[2]) for namespace, sums in pairs(spaces)}
+        self._quotas = {owner: _QUOTA.unpack(packed) for owner, packed in pairs(quotas)}
         self._capacity_bytes, self._segment_bytes = int(capacity), int(segment_bytes)
         if is_all:  # only then all of it is of one moment
             self._check_counts(counts, timer_count)
@@ -200,6 +244,7 @@ class Audit:
             graced=self._graced,
             pages=self._pages,
             recalls=self._recalls,
+            quotas=self._quotas,
         )
 
     def _add_segment(

@@ -14,6 +14,7 @@ from kvferry.catalog.base import (
     AGE_STEP_S,
     DEFAULT_POLICY,
     GRACE_S,
+    NO_TENANT,
     PACKED_HIT,
     SPACE_IDLE_S,
     Catalog,
@@ -24,6 +25,7 @@ from kvferry.catalog.base import (
     Slot,
     Space,
     Verdict,
+    Want,
 )
 from kvferry.catalog.snapshot import check_invariants
 from kvferry.errors import (
@@ -59,23 +61,32 @@ def chain(name: str, count: int) -> list[bytes]:
 class Driver:
     """Says the usual sequences of verbs to one catalog."""
 
-    def __init__(self, catalog: Catalog):
+    def __init__(self, catalog: Catalog, clock: ManualClock):
         self.catalog = catalog
+        self.clock = clock
 
-    def grow(self, space: Space = A, count: int = 1) -> list[int]:
-        numbers = [self.catalog.grow(space.namespace) for _ in range(count)]
+    def grow(self, space: Space = A, count: int = 1, tenant: bytes = NO_TENANT) -> list[int]:
+        numbers = [self.catalog.grow(space.namespace, tenant) for _ in range(count)]
         for number in numbers:
             assert self.catalog.grown(number)
         return numbers
 
-    def reserve(self, count: int = 1, space: Space = A, lease_s: float = LEASE_S) -> list[Slot]:
-        slots = self.catalog.reserve(space.namespace, count, lease_s)
+    def reserve(
+        self,
+        count: int = 1,
+        space: Space = A,
+        lease_s: float = LEASE_S,
+        tenant: bytes = NO_TENANT,
+    ) -> list[Slot]:
+        slots = self.catalog.reserve(space.namespace, count, lease_s, tenant)
         assert len(slots) == count
         return slots
 
-    def store(self, keys: Sequence[bytes], space: Space = A) -> list[Slot]:
+    def store(
+        self, keys: Sequence[bytes], space: Space = A, tenant: bytes = NO_TENANT
+    ) -> list[Slot]:
         """Stores a chain, whole pages, in one call."""
-        slots = self.reserve(len(keys), space)
+        slots = self.reserve(len(keys), space, tenant=tenant)
         parents = [ROOT, *keys]
         commits = [
             Commit(keys[i], parents[i], i, slot, 0, space.slice_count)
@@ -121,11 +132,11 @@ class CatalogFixtures:
         return catalog
 
     @pytest.fixture
-    def driver(self, catalog: Catalog) -> Iterator[Driver]:
+    def driver(self, catalog: Catalog, clock: ManualClock) -> Iterator[Driver]:
         assert catalog.open(STORE, CAPACITY_BYTES, SEGMENT_BYTES)
         catalog.attach(A)
         catalog.attach(B)
-        yield Driver(catalog)
+        yield Driver(catalog, clock)
         assert check_invariants(catalog.snapshot()) == []
         catalog.close()
 
@@ -191,7 +202,7 @@ class CatalogSuite(CatalogFixtures):
         assert catalog.lookup(stranger, [key("x")]) == [None]
         assert catalog.evict(stranger, [(key("x"), bytes(16))]) == 0
         catalog.touch(stranger, [key("x")])
-        catalog.sweep([(stranger, 5)])
+        catalog.sweep([Want(stranger, 5)])
         for verb in (
             lambda: catalog.reserve(stranger, 1, LEASE_S),
             lambda: catalog.grow(stranger),

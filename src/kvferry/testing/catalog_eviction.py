@@ -3,7 +3,7 @@ it a `catalog` that keeps the fixture `policy`."""
 
 import pytest
 
-from kvferry.catalog.base import AGE_STEP_S, GRACE_S, USES_MAX, Policy
+from kvferry.catalog.base import AGE_STEP_S, GRACE_S, USES_MAX, Policy, Want
 from kvferry.catalog.eviction import REACH_FIRST
 from kvferry.catalog.snapshot import Snapshot
 from kvferry.testing.catalog import SEGMENTS_MAX, A, CatalogFixtures, chain
@@ -30,7 +30,7 @@ class CatalogEvictionSuite(CatalogFixtures):
         clock.advance(5 * AGE_STEP_S)
 
     def make_room(self, catalog, clock, count: int) -> None:
-        catalog.sweep([(A.namespace, count)])
+        catalog.sweep([Want(A.namespace, count)])
         clock.advance(GRACE_S)
         catalog.sweep()
 
@@ -38,7 +38,7 @@ class CatalogEvictionSuite(CatalogFixtures):
         self, driver, catalog, clock, policy
     ):
         self.scanned(driver, catalog, clock)
-        catalog.sweep([(A.namespace, 4)])
+        catalog.sweep([Want(A.namespace, 4)])
         assert driver.present(chain("hot", 4)) == [policy is Policy.ADAPTIVE] * 4
         assert sum(driver.present(chain("scan", 12))) == (8 if policy is Policy.ADAPTIVE else 12)
 
@@ -47,7 +47,7 @@ class CatalogEvictionSuite(CatalogFixtures):
         for _ in range(16):
             catalog.evict(A.namespace, [])
             free_count = 16 - sum(driver.present(chain("hot", 4) + chain("scan", 12)))
-            catalog.sweep([(A.namespace, min(7, free_count + 1))])
+            catalog.sweep([Want(A.namespace, min(7, free_count + 1))])
             for name, count in (("hot", 4), ("scan", 12)):
                 present = driver.present(chain(name, count))
                 assert present == sorted(present, reverse=True), "a hole in a prefix"
@@ -86,20 +86,22 @@ class CatalogEvictionSuite(CatalogFixtures):
     def test_an_eviction_goes_on_to_the_high_mark(self, driver, catalog, clock):
         driver.grow(A, SEGMENTS_MAX)
         driver.store(chain("x", 16))
-        assert catalog.sweep([(A.namespace, 8)]).evicted_count == 9
+        assert catalog.sweep([Want(A.namespace, 8)]).evicted_count == 9
         clock.advance(GRACE_S)
-        assert catalog.sweep([(A.namespace, 8)]).evicted_count == 0
+        assert catalog.sweep([Want(A.namespace, 8)]).evicted_count == 0
         driver.reserve(1)
-        assert catalog.sweep([(A.namespace, 8)]).evicted_count == 0, "it is not below the low mark"
+        assert catalog.sweep([Want(A.namespace, 8)]).evicted_count == 0, (
+            "it is not below the low mark"
+        )
         driver.reserve(1)
-        assert catalog.sweep([(A.namespace, 8)]).evicted_count == 2
+        assert catalog.sweep([Want(A.namespace, 8)]).evicted_count == 2
 
     def test_slots_under_lease_are_not_taken(self, driver, catalog, clock):
         driver.grow(A, SEGMENTS_MAX)
         driver.store(chain("x", 4))
         slots = driver.reserve(12, lease_s=1000.0)
-        assert catalog.sweep([(A.namespace, 16)]).evicted_count == 4
+        assert catalog.sweep([Want(A.namespace, 16)]).evicted_count == 4
         clock.advance(GRACE_S)
-        catalog.sweep([(A.namespace, 16)])
+        catalog.sweep([Want(A.namespace, 16)])
         assert set(catalog.snapshot().reserved) == {slot.address for slot in slots}
         assert len(catalog.reserve(A.namespace, 16, 1000.0)) == 4

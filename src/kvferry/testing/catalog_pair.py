@@ -13,9 +13,20 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvferry.catalog.base import DEFAULT_POLICY, Catalog, Commit, Page, Policy, Slot, Space
+from kvferry.catalog.base import (
+    DEFAULT_POLICY,
+    NO_TENANT,
+    Catalog,
+    Commit,
+    Page,
+    Policy,
+    Quota,
+    Slot,
+    Space,
+    Want,
+)
 from kvferry.catalog.memory import MemoryCatalog
-from kvferry.catalog.snapshot import check_invariants
+from kvferry.catalog.snapshot import SegmentState, Snapshot, check_invariants
 from kvferry.errors import Error
 from kvferry.layout import Address
 from kvferry.testing.clock import ManualClock
@@ -27,6 +38,14 @@ SPACES = (
     Space(b"a" * 32, slot_count=4, slot_bytes=1000, slice_count=1, chunk_tokens=16, description=""),
     Space(b"b" * 32, slot_count=3, slot_bytes=2000, slice_count=3, chunk_tokens=32, description=""),
     Space(b"c" * 32, slot_count=9, slot_bytes=1500, slice_count=2, chunk_tokens=16, description=""),
+)
+TENANTS = (NO_TENANT, b"t" * 16, b"u" * 16)
+QUOTAS = (
+    (),
+    (Quota(TENANTS[1], 2),),
+    (Quota(TENANTS[1], 2, 2), Quota(TENANTS[2], 1)),
+    (Quota(SPACES[0].namespace, 1, 3), Quota(TENANTS[1], 1), Quota(TENANTS[2], 0, 1)),
+    (Quota(SPACES[1].namespace, 0, 2), Quota(TENANTS[0], 2), Quota(SPACES[2].namespace, 1)),
 )
 ADVANCES_S = (0.25, 5.0, 10.0, 31.0, 61.0, 700.0, 90_000.0)
 LEASES_S = (1.0, 30.0, 300.0)
@@ -92,8 +111,8 @@ class Pair:
     def attach(self, space: int) -> None:
         self._both("attach", SPACES[space])
 
-    def grow(self, space: int, is_grown: bool) -> None:
-        number = self._both("grow", SPACES[space].namespace)
+    def grow(self, space: int, is_grown: bool, tenant: int = 0) -> None:
+        number = self._both("grow", SPACES[space].namespace, TENANTS[tenant])
         if is_grown and isinstance(number, int):
             self._both("grown", number)
 
@@ -109,9 +128,9 @@ class Pair:
         numbers.append(numbers[-1] + 1 if numbers else 0)
         return numbers[index % len(numbers)]
 
-    def reserve(self, space: int, count: int, lease_s: float) -> None:
+    def reserve(self, space: int, count: int, lease_s: float, tenant: int = 0) -> None:
         namespace = SPACES[space].namespace
-        slots = self._both("reserve", namespace, count, lease_s)
+        slots = self._both("reserve", namespace, count, lease_s, TENANTS[tenant])
         if isinstance(slots, list):
             self.held = [*self.held, *((namespace, slot) for slot in slots)][-24:]
 
@@ -121,10 +140,10 @@ class Pair:
             namespace, slot = self.held[index % len(self.held)]
             self._both("commit", namespace, [_commit(path, slot, first_slice, slice_count)])
 
-    def store(self, space: int, path: Sequence[int]) -> None:
+    def store(self, space: int, path: Sequence[int], tenant: int = 0) -> None:
         """A whole chain in one call, as a worker would."""
         namespace, slice_count = SPACES[space].namespace, SPACES[space].slice_count
-        slots = self._both("reserve", namespace, len(path), 30.0)
+        slots = self._both("reserve", namespace, len(path), 30.0, TENANTS[tenant])
         if isinstance(slots, list):
             commits = [_commit(path[: i + 1], slot, 0, slice_count) for i, slot in enumerate(slots)]
             self._both("commit", namespace, commits)
@@ -151,23 +170,52 @@ class Pair:
         (hit,) = self._both("lookup", namespace, [key])
         self._both("evict", namespace, [(key, hit.generation if hit else bytes(16))])
 
-    def sweep(self, wanted: Sequence[tuple[int, int]], can_grow: bool) -> None:
-        named = [(SPACES[space].namespace, count) for space, count in wanted]
+    def sweep(self, wanted: Sequence[tuple[int, int, int]], can_grow: bool) -> None:
+        named = [
+            Want(SPACES[space].namespace, count, TENANTS[tenant]) for space, count, tenant in wanted
+        ]
+        before = self._catalogs[1].snapshot()
         swept = self._both("sweep", named, can_grow)
+        check_guarantees(before, self._catalogs[1].snapshot(), named)
         for number in swept.deletable_segments[::2]:  # whoever should delete the others died
             self._both("shrunk", number)
 
-    def adopt(self, space: int, segment: int, path: Sequence[int]) -> None:
+    def set_quotas(self, index: int) -> None:
+        self._both("set_quotas", QUOTAS[index])
+
+    def adopt(self, space: int, segment: int, path: Sequence[int], tenant: int = 0) -> None:
         keys = path_keys(path)
         pages = [
             Page(key, parent, i, Address(segment, i), bytes([i + 1, segment % 256]) * 8)
             for i, (key, parent) in enumerate(zip(keys, [ROOT, *keys], strict=False))
         ]
-        self._both("adopt", segment, SPACES[space].namespace, pages)
+        self._both("adopt", segment, SPACES[space].namespace, pages, TENANTS[tenant])
 
     def stats(self) -> None:
         self._both("stats")
         self._both("segments")
+
+
+def check_guarantees(before: Snapshot, after: Snapshot, wanted: Sequence[Want]) -> None:
+    """Whoever wants room in a sweep takes no segment with pages from those who are then below
+    what they are guaranteed."""
+    used = {page.address.segment for page in before.pages.values()}
+    wanting = {owner for want in wanted for owner in (want.namespace, want.tenant)}
+    for owner, (guaranteed_count, _, _) in before.quotas.items():
+        own = {n for n, e in before.segments.items() if owner in (e.namespace, e.tenant)}
+        left = {n for n in own if after.segments[n].state is not SegmentState.EMPTIED}
+        emptied = {n for n in own - left if before.segments[n].state is SegmentState.READY}
+        if owner not in wanting and not _is_above(before) and emptied & used:
+            assert len(left | (emptied - used)) >= guaranteed_count, owner
+
+
+def _is_above(snapshot: Snapshot) -> bool:
+    """Whether somebody has more than its maximum: whoever else owns what it gives up loses it."""
+    live = [e for e in snapshot.segments.values() if e.state is not SegmentState.EMPTIED]
+    return any(
+        sum(owner in (entry.namespace, entry.tenant) for entry in live) > maximum_count
+        for owner, (_, maximum_count, _) in snapshot.quotas.items()
+    )
 
 
 def _answer(verb: Callable, arguments: Sequence[Any]) -> Any:
@@ -184,6 +232,7 @@ def _commit(path: Sequence[int], slot: Slot, first_slice: int, slice_count: int)
 
 _spaces = st.integers(0, len(SPACES) - 1)
 _paths = st.lists(st.integers(0, 1), min_size=1, max_size=PATH_DEPTH)
+_tenants = st.integers(0, len(TENANTS) - 1)
 _indices = st.integers(0, 23)
 _segments = st.integers(0, 7)
 
@@ -196,14 +245,18 @@ class CatalogMachine(RuleBasedStateMachine):
         self.pair = Pair(self.make, seed)
         for space in range(2):
             self.pair.attach(space)
-            self.pair.grow(space, is_grown=True)
+            self.pair.grow(space, True, tenant=space)
 
     def make(self, clock: ManualClock) -> Catalog:
         raise NotImplementedError
 
-    @rule(space=_spaces, is_grown=st.booleans())
-    def grow(self, space, is_grown):
-        self.pair.grow(space, is_grown)
+    @rule(index=st.integers(0, len(QUOTAS) - 1))
+    def set_quotas(self, index):
+        self.pair.set_quotas(index)
+
+    @rule(space=_spaces, is_grown=st.booleans(), tenant=_tenants)
+    def grow(self, space, is_grown, tenant):
+        self.pair.grow(space, is_grown, tenant)
 
     @rule(space=_spaces)
     def attach(self, space):
@@ -217,17 +270,22 @@ class CatalogMachine(RuleBasedStateMachine):
     def shrunk(self, index):
         self.pair.shrunk(index)
 
-    @rule(space=_spaces, count=st.integers(0, 6), lease_s=st.sampled_from(LEASES_S))
-    def reserve(self, space, count, lease_s):
-        self.pair.reserve(space, count, lease_s)
+    @rule(
+        space=_spaces,
+        count=st.integers(0, 6),
+        lease_s=st.sampled_from(LEASES_S),
+        tenant=_tenants,
+    )
+    def reserve(self, space, count, lease_s, tenant):
+        self.pair.reserve(space, count, lease_s, tenant)
 
     @rule(index=_indices, path=_paths, first=st.integers(0, 2), count=st.integers(1, 3))
     def commit(self, index, path, first, count):
         self.pair.commit(index, path, first, count)
 
-    @rule(space=_spaces, path=_paths)
-    def store(self, space, path):
-        self.pair.store(space, path)
+    @rule(space=_spaces, path=_paths, tenant=_tenants)
+    def store(self, space, path, tenant):
+        self.pair.store(space, path, tenant)
 
     @rule(indices=st.lists(_indices, max_size=3))
     def abort(self, indices):
@@ -246,14 +304,15 @@ class CatalogMachine(RuleBasedStateMachine):
         self.pair.evict(space, path)
 
     @rule(
-        wanted=st.lists(st.tuples(_spaces, st.integers(0, 12)), max_size=2), can_grow=st.booleans()
+        wanted=st.lists(st.tuples(_spaces, st.integers(0, 12), _tenants), max_size=2),
+        can_grow=st.booleans(),
     )
     def sweep(self, wanted, can_grow):
         self.pair.sweep(wanted, can_grow)
 
-    @rule(space=_spaces, segment=_segments, path=_paths)
-    def adopt(self, space, segment, path):
-        self.pair.adopt(space, segment, path)
+    @rule(space=_spaces, segment=_segments, path=_paths, tenant=_tenants)
+    def adopt(self, space, segment, path, tenant):
+        self.pair.adopt(space, segment, path, tenant)
 
     @rule(duration_s=st.sampled_from(ADVANCES_S))
     def advance(self, duration_s):
@@ -284,20 +343,31 @@ def random_life(pair: Pair, seed: int, step_count: int, check_every: int = 50) -
     def path() -> list[int]:
         return [chance.randrange(3) for _ in range(chance.randint(1, PATH_DEPTH))]
 
+    def tenant() -> int:
+        return chance.choice((0, 0, 1, 1, 2))
+
+    def wants() -> list[tuple[int, int, int]]:
+        count = chance.choice((1, 1, 1, 2))
+        return [(space(), chance.randint(0, 12), tenant()) for _ in range(count)]
+
     verbs: dict[Callable, tuple[int, Callable[[], tuple]]] = {
         pair.attach: (2, lambda: (space(),)),
-        pair.grow: (6, lambda: (space(), chance.random() < 0.9)),
+        pair.grow: (6, lambda: (space(), chance.random() < 0.9, tenant())),
         pair.grown: (2, lambda: (chance.randrange(100),)),
         pair.shrunk: (1, lambda: (chance.randrange(100),)),
-        pair.reserve: (10, lambda: (space(), chance.randint(0, 6), chance.choice(LEASES_S))),
+        pair.reserve: (
+            10,
+            lambda: (space(), chance.randint(0, 6), chance.choice(LEASES_S), tenant()),
+        ),
         pair.commit: (20, lambda: (chance.randrange(24), path(), 0, chance.randint(1, 3))),
-        pair.store: (20, lambda: (space(), path())),
+        pair.store: (20, lambda: (space(), path(), tenant())),
         pair.abort: (3, lambda: ([chance.randrange(24)],)),
         pair.touch: (10, lambda: (space(), path())),
         pair.lookup: (10, lambda: (space(), path())),
         pair.evict: (5, lambda: (space(), path())),
-        pair.sweep: (12, lambda: ([(space(), chance.randint(0, 12))], chance.random() < 0.8)),
-        pair.adopt: (1, lambda: (space(), chance.randrange(2000), path())),
+        pair.sweep: (12, lambda: (wants(), chance.random() < 0.8)),
+        pair.set_quotas: (1, lambda: (chance.randrange(len(QUOTAS)),)),
+        pair.adopt: (1, lambda: (space(), chance.randrange(2000), path(), tenant())),
         pair.advance: (12, lambda: (chance.choice(ADVANCES_S[:-2]),)),
         pair.stats: (1, lambda: ()),
         pair.reopen: (1, lambda: ()),

@@ -2,7 +2,17 @@
 
 import pytest
 
-from kvferry.catalog.base import AGE_STEP_S, CREATION_S, GRACE_S, Commit, Page, Slot, Verdict
+from kvferry.catalog.base import (
+    AGE_STEP_S,
+    CREATION_S,
+    GRACE_S,
+    Commit,
+    Page,
+    Refused,
+    Slot,
+    Verdict,
+    Want,
+)
 from kvferry.catalog.snapshot import SegmentState
 from kvferry.catalog.sweeping import HIGH_MARK_PART
 from kvferry.errors import ExhaustedError
@@ -30,8 +40,8 @@ class CatalogSpaceSuite(CatalogFixtures):
     def test_the_budget_is_never_exceeded(self, driver, catalog):
         driver.grow(A, 2)
         driver.grow(B, SEGMENTS_MAX - 2)
-        assert catalog.grow(A.namespace) is None
-        assert catalog.grow(B.namespace) is None
+        assert catalog.grow(A.namespace) is Refused.BUDGET
+        assert catalog.grow(B.namespace) is Refused.BUDGET
         assert catalog.stats().segment_count == SEGMENTS_MAX
 
     def test_a_segment_gives_slots_when_its_file_is_there(self, driver, catalog):
@@ -46,14 +56,14 @@ class CatalogSpaceSuite(CatalogFixtures):
     def test_a_segment_counts_until_its_file_is_gone(self, driver, catalog, clock):
         driver.grow(A, SEGMENTS_MAX)
         clock.advance(CREATION_S)
-        assert catalog.sweep([(B.namespace, 1)]).deletable_segments == (), "may be read yet"
-        assert catalog.grow(B.namespace) is None
+        assert catalog.sweep([Want(B.namespace, 1)]).deletable_segments == (), "may be read yet"
+        assert catalog.grow(B.namespace) is Refused.BUDGET
         clock.advance(GRACE_S)
         (number,) = catalog.sweep().deletable_segments
-        assert catalog.grow(B.namespace) is None
+        assert catalog.grow(B.namespace) is Refused.BUDGET
         catalog.shrunk(number)
         catalog.shrunk(number)
-        assert catalog.grow(B.namespace) is not None
+        assert isinstance(catalog.grow(B.namespace), int)
 
     def test_a_segment_whose_maker_died_is_handed_out_for_deletion(self, driver, catalog, clock):
         number = catalog.grow(A.namespace)
@@ -97,7 +107,7 @@ class CatalogSpaceSuite(CatalogFixtures):
         for number in deletable:
             catalog.shrunk(number)
         assert driver.present(chain("x3", 4)) == [True] * 4
-        assert catalog.grow(A.namespace) is None
+        assert catalog.grow(A.namespace) is Refused.BUDGET
 
     # Eviction inside a namespace.
 
@@ -116,11 +126,11 @@ class CatalogSpaceSuite(CatalogFixtures):
         clock.advance(AGE_STEP_S)
         for index in (0, 2, 3):
             catalog.touch(A.namespace, chain(f"x{index}", 4))
-        assert catalog.sweep([(A.namespace, 4)]).evicted_count == 4
+        assert catalog.sweep([Want(A.namespace, 4)]).evicted_count == 4
         assert self.left(full) == [4, 0, 4, 4]
 
     def test_leaves_go_before_what_they_hang_on(self, full, catalog):
-        catalog.sweep([(A.namespace, 6)])
+        catalog.sweep([Want(A.namespace, 6)])
         for index in range(SEGMENTS_MAX):
             present = full.present(chain(f"x{index}", A.slot_count))
             assert present == sorted(present, reverse=True)
@@ -129,7 +139,7 @@ class CatalogSpaceSuite(CatalogFixtures):
     def test_using_a_leaf_keeps_all_that_it_hangs_on(self, full, catalog, clock):
         clock.advance(AGE_STEP_S)
         catalog.touch(A.namespace, [chain("x1", 4)[3]])
-        assert catalog.sweep([(A.namespace, 11)]).evicted_count == 11 + 11 // HIGH_MARK_PART
+        assert catalog.sweep([Want(A.namespace, 11)]).evicted_count == 11 + 11 // HIGH_MARK_PART
         assert self.left(full) == [0, 4, 0, 0]
 
     def test_a_new_page_keeps_what_it_hangs_on(self, driver, catalog, clock):
@@ -141,7 +151,7 @@ class CatalogSpaceSuite(CatalogFixtures):
         (slot,) = driver.reserve(1)
         catalog.commit(A.namespace, [Commit(key("new"), keys[3], 4, slot, 0, 1)])
         driver.reserve(7)
-        catalog.sweep([(A.namespace, 4)])
+        catalog.sweep([Want(A.namespace, 4)])
         assert driver.present([*keys, key("new")]) == [True] * 5
         assert driver.present(chain("other", 4)) == [False] * 4
 
@@ -155,7 +165,7 @@ class CatalogSpaceSuite(CatalogFixtures):
         again = Commit(key("child"), key("parent"), 1, third, 0, 1)
         assert catalog.commit(A.namespace, [again]) == [Verdict.DUPLICATE]
         driver.reserve(4 * A.slot_count - 8, lease_s=1000.0)
-        assert catalog.sweep([(A.namespace, 7)]).evicted_count == 1
+        assert catalog.sweep([Want(A.namespace, 7)]).evicted_count == 1
         assert driver.present([key("parent"), key("child")]) == [True, False]
 
     def test_nothing_is_evicted_while_room_is_left(self, driver, catalog, clock):
@@ -164,25 +174,25 @@ class CatalogSpaceSuite(CatalogFixtures):
         slots = driver.store(keys)
         catalog.evict(A.namespace, [(keys[9], slots[9].generation)])
         wanted = 2 + 1 + A.slot_count  # free, graced, growable
-        assert catalog.sweep([(A.namespace, wanted)]).evicted_count == 0
-        assert catalog.sweep([(A.namespace, wanted + 1)]).evicted_count == 2, "to the high mark"
+        assert catalog.sweep([Want(A.namespace, wanted)]).evicted_count == 0
+        assert catalog.sweep([Want(A.namespace, wanted + 1)]).evicted_count == 2, "to the high mark"
 
     def test_what_a_full_disk_has_no_room_for_is_not_room(self, driver, catalog, clock):
         driver.grow(A, 1)
         driver.store(chain("x", A.slot_count))
-        assert catalog.sweep([(A.namespace, 2)]).evicted_count == 0
-        assert catalog.sweep([(A.namespace, 2)], False).evicted_count == 2
-        assert catalog.sweep([(A.namespace, 2)], False).evicted_count == 0
+        assert catalog.sweep([Want(A.namespace, 2)]).evicted_count == 0
+        assert catalog.sweep([Want(A.namespace, 2)], False).evicted_count == 2
+        assert catalog.sweep([Want(A.namespace, 2)], False).evicted_count == 0
 
     def test_a_sweep_makes_the_room_that_is_wanted(self, full, catalog, clock):
-        catalog.sweep([(A.namespace, 5)])
+        catalog.sweep([Want(A.namespace, 5)])
         clock.advance(GRACE_S)
         catalog.sweep()
         assert full.free_count() == 5
-        assert catalog.sweep([(A.namespace, 5)]).evicted_count == 0
+        assert catalog.sweep([Want(A.namespace, 5)]).evicted_count == 0
 
     def test_more_than_there_is_evicts_all_and_ends(self, full, catalog):
-        assert catalog.sweep([(A.namespace, 10_000)]).evicted_count == 16
+        assert catalog.sweep([Want(A.namespace, 10_000)]).evicted_count == 16
 
     # Space between namespaces.
 
@@ -194,10 +204,10 @@ class CatalogSpaceSuite(CatalogFixtures):
             if len(slots) == count:
                 break
             number = catalog.grow(space.namespace)
-            if number is not None:
+            if isinstance(number, int):
                 catalog.grown(number)
                 continue
-            swept = catalog.sweep([(space.namespace, count - len(slots))])
+            swept = catalog.sweep([Want(space.namespace, count - len(slots))])
             for number in swept.deletable_segments:
                 catalog.shrunk(number)
             clock.advance(GRACE_S)
@@ -215,7 +225,7 @@ class CatalogSpaceSuite(CatalogFixtures):
         for index in (0, 1, 3):
             catalog.touch(A.namespace, chain(f"x{index}", 4)[:3])
         catalog.touch(A.namespace, chain("x2", 4)[:1])
-        assert catalog.sweep([(B.namespace, 1)]).evicted_count == 4
+        assert catalog.sweep([Want(B.namespace, 1)]).evicted_count == 4
         assert self.left(full) == [4, 4, 0, 4]
 
     def test_a_model_in_use_keeps_its_room_from_one_that_is_colder(self, driver, catalog, clock):
@@ -225,7 +235,7 @@ class CatalogSpaceSuite(CatalogFixtures):
         driver.store(chain("y", 3), B)
         clock.advance(AGE_STEP_S)
         catalog.touch(A.namespace, chain("x", 12))
-        assert catalog.sweep([(B.namespace, 2)]).evicted_count == 2
+        assert catalog.sweep([Want(B.namespace, 2)]).evicted_count == 2
         assert driver.present(chain("x", 12)) == [True] * 12
         assert driver.present(chain("y", 3), B) == [True, False, False]
 
@@ -234,7 +244,7 @@ class CatalogSpaceSuite(CatalogFixtures):
         driver.store(chain("x", 12))
         driver.grow(B)
         driver.store(chain("y", 3), B)
-        assert catalog.sweep([(B.namespace, 1)]).evicted_count == 4
+        assert catalog.sweep([Want(B.namespace, 1)]).evicted_count == 4
         assert driver.present(chain("y", 3), B) == [True] * 3
 
     def test_at_equal_age_and_size_who_wants_gives(self, driver, catalog):
@@ -243,7 +253,7 @@ class CatalogSpaceSuite(CatalogFixtures):
         driver.grow(B, SEGMENTS_MAX // 2)
         driver.store(chain("y", 6), B)
         for space in (A, B):
-            assert catalog.sweep([(space.namespace, 1)]).evicted_count == 1
+            assert catalog.sweep([Want(space.namespace, 1)]).evicted_count == 1
         assert driver.present(chain("x", 8)) == [True] * 7 + [False]
         assert driver.present(chain("y", 6), B) == [True] * 5 + [False]
 
@@ -253,7 +263,7 @@ class CatalogSpaceSuite(CatalogFixtures):
         driver.grow(B)
         driver.store(chain("y", 3), B)
         clock.advance(CREATION_S)
-        assert catalog.sweep([(B.namespace, 1)]).evicted_count == 0
+        assert catalog.sweep([Want(B.namespace, 1)]).evicted_count == 0
         assert driver.present(chain("x", 8)) == [True] * 8
         states = [entry.state for entry in catalog.snapshot().segments.values()]
         assert states.count(SegmentState.EMPTIED) == 1
@@ -262,7 +272,7 @@ class CatalogSpaceSuite(CatalogFixtures):
         (first,) = driver.grow(A, 1)
         driver.store(chain("x", 4))
         driver.grow(A, SEGMENTS_MAX - 1)
-        catalog.sweep([(B.namespace, 1)])
+        catalog.sweep([Want(B.namespace, 1)])
         states = {number: entry.state for number, entry in catalog.snapshot().segments.items()}
         assert [n for n in states if states[n] is SegmentState.EMPTIED] == [first]
 
@@ -273,7 +283,7 @@ class CatalogSpaceSuite(CatalogFixtures):
         driver.grow(B, SEGMENTS_MAX - 2)
         driver.store(chain("x", 6), B)
         clock.advance(CREATION_S)
-        catalog.sweep([(B.namespace, 1)])
+        catalog.sweep([Want(B.namespace, 1)])
         assert catalog.segments()[held].state is SegmentState.READY
         assert catalog.segments()[spare].state is SegmentState.EMPTIED
 
@@ -286,7 +296,7 @@ class CatalogSpaceSuite(CatalogFixtures):
             entry.state is SegmentState.EMPTIED and number == slot.address.segment
             for number, entry in catalog.snapshot().segments.items()
         ):
-            assert catalog.sweep([(B.namespace, SEGMENTS_MAX * B.slot_count)]).evicted_count
+            assert catalog.sweep([Want(B.namespace, SEGMENTS_MAX * B.slot_count)]).evicted_count
         assert driver.commit(key("y"), slot) is Verdict.EXPIRED
         clock.advance(GRACE_S)
         assert slot.address.segment not in catalog.sweep().deletable_segments
@@ -298,7 +308,7 @@ class CatalogSpaceSuite(CatalogFixtures):
         slots = driver.reserve(2)
         catalog.abort(A.namespace, slots)
         clock.advance(CREATION_S)
-        catalog.sweep([(B.namespace, SEGMENTS_MAX * B.slot_count)])
+        catalog.sweep([Want(B.namespace, SEGMENTS_MAX * B.slot_count)])
         clock.advance(GRACE_S)
         catalog.sweep()
         assert catalog.reserve(A.namespace, 1, LEASE_S) == []

@@ -1,7 +1,7 @@
 -- The records of one store during one call. See docs/design/0009 for the keys and what is in them.
 --
 -- A verb gets a `Book`, changes it, and it is flushed if the verb succeeds. Numbers of namespaces
--- ("spaces") and segments are plain; an address is 8 bytes, so that it sorts.
+-- ("spaces"), shares and segments are plain; an address is 8 bytes, so that it sorts.
 
 local AGE_STEP_S, CREATION_S = 10, 60
 local USES_MAX, CLASS_COUNT, REACH_FIRST = 15, 4, 0.5
@@ -10,8 +10,9 @@ local CHUNKS = 2 ^ 24 -- of a score: age * CHUNKS + how far the chunk is from th
 local CREATING, READY, EMPTIED = 1, 2, 3
 local LEASE, GRACE = 1, 2
 
-local SEGMENT = '>I4c32BdI4I4I4I4d'
-local TOTALS = '>I4I4I4I4I4ddI4I4'
+local SEGMENT = '>I4I4c32c16BdI4I4I4I4d'
+local TOTALS = '>I4I4I4I4I4I4I4'
+local LEARNED = '>dI4I4'
 local SIZES = '>I4I4dI4I4'
 local PAGE = '<I4I4c16I4I4c32B'
 local ADDRESS = '>I4I4'
@@ -23,7 +24,7 @@ Book.__index = Book
 -- nil: these are not the records that the caller opened.
 function Book.open(root, catalog_id, grace_s, is_adaptive)
   local found = call('HMGET', root, 'catalog_id', 'offset_s', 'last_s', 'capacity_bytes',
-    'segment_bytes', 'next_segment', 'next_space')
+    'segment_bytes', 'next_segment', 'next_space', 'next_share')
   if found[1] ~= catalog_id then
     return nil
   end
@@ -36,9 +37,12 @@ function Book.open(root, catalog_id, grace_s, is_adaptive)
     segment_bytes = tonumber(found[5]),
     next_segment = tonumber(found[6]),
     next_space = tonumber(found[7]),
-    counts = { published = 0, duplicate = 0, expired = 0, evicted = 0, lookup = 0, hit = 0 },
+    next_share = tonumber(found[8]),
+    counts = { published = 0, duplicate = 0, expired = 0, evicted = 0, lookup = 0, hit = 0,
+      quota_refused = 0, quota_evicted = 0 },
     lookups = {},
     spaces = {},
+    shares = {},
     segments = {},
     tables = {},
   }, Book)
@@ -66,7 +70,8 @@ function Book:flush()
     call('HINCRBY', self.root .. ':lookups', field, count)
   end
   call('HSET', self.root, 'last_s', self.now_s, 'offset_s', self.offset_s,
-    'next_segment', self.next_segment, 'next_space', self.next_space)
+    'next_segment', self.next_segment, 'next_space', self.next_space,
+    'next_share', self.next_share)
   for name, count in pairs(self.counts) do
     if count > 0 then
       call('HINCRBY', self.root, name, count)
@@ -105,8 +110,6 @@ end
 
 function Book:read_space(namespace, packed)
   local number, slot_count, slot_bytes, slice_count, chunk_tokens = unpack_from(SIZES, packed)
-  local segments, ready, pages, reserved, graced, soon_free, reach, once, again =
-    unpack_from(TOTALS, self:table(Hash, 'totals'):get(tostring(number)))
   return {
     namespace = namespace,
     number = number,
@@ -114,36 +117,28 @@ function Book:read_space(namespace, packed)
     slot_bytes = slot_bytes,
     slice_count = slice_count,
     chunk_tokens = chunk_tokens,
-    segments = segments,
-    ready = ready,
-    pages = pages,
-    reserved = reserved,
-    graced = graced,
-    soon_free = soon_free,
-    reach = reach,
-    once = once,
-    again = again,
-    heads = {},
-    cold_tables = {},
   }
 end
 
-function Book:write_totals(space)
-  self:table(Hash, 'totals'):put(tostring(space.number), pack(TOTALS, space.segments, space.ready,
-    space.pages, space.reserved, space.graced, space.soon_free, space.reach, space.once,
-    space.again))
+-- What evictions taught: `reach`, and how many ghosts there are of pages used once and more often.
+function Book:learned(space)
+  if not space.learned then
+    local reach, once, again =
+      unpack_from(LEARNED, self:table(Hash, 'learned'):get(tostring(space.number)))
+    space.learned = { reach = reach, once = once, again = again }
+  end
+  return space.learned
+end
+
+function Book:write_learned(space)
+  local learned = space.learned
+  self:table(Hash, 'learned'):put(tostring(space.number),
+    pack(LEARNED, learned.reach, learned.once, learned.again))
 end
 
 function Book:pages(space)
   space.page_table = space.page_table or self:table(Hash, 'pages:' .. space.number)
   return space.page_table
-end
-
--- The pages of one class of uses, from 0 on, the coldest first.
-function Book:cold(space, class)
-  local tables = space.cold_tables
-  tables[class] = tables[class] or self:table(Sorted, 'cold:' .. space.number .. ':' .. class)
-  return tables[class]
 end
 
 -- Segments. Figures are those of `SegmentHeat`.
@@ -160,11 +155,11 @@ function Book:segment(number)
 end
 
 function Book:read_segment(number, packed)
-  local _, namespace, state, until_s, slot_count, pages, reserved, graced, ages =
+  local _, _, namespace, tenant, state, until_s, slot_count, pages, reserved, graced, ages =
     unpack_from(SEGMENT, packed)
   local segment = {
     number = number,
-    space = self:space(namespace),
+    share = self:share(self:space(namespace), tenant),
     state = state,
     until_s = until_s,
     slot_count = slot_count,
@@ -177,25 +172,27 @@ function Book:read_segment(number, packed)
   return segment
 end
 
--- Changes one figure, and its sum over the namespace. `figure`: pages, reserved or graced.
+-- Changes one figure, and its sum over the share. `figure`: pages, reserved or graced.
 function Book:count(segment, figure, by)
   segment[figure] = segment[figure] + by
   segment.is_changed = true
-  segment.space[figure] = segment.space[figure] + by
+  local share = segment.share
+  share[figure] = share[figure] + by
   if segment.state ~= EMPTIED and figure ~= 'graced' then
-    segment.space.soon_free = segment.space.soon_free - by
+    share.soon_free = share.soon_free - by
   end
 end
 
 function Book:set_state(segment, state, until_s)
-  local space = segment.space
+  local share = segment.share
   local loose = segment.slot_count - segment.pages - segment.reserved
   local function sum(of, sign)
     if of == READY then
-      space.ready = space.ready + sign
+      share.ready = share.ready + sign
     end
     if of ~= EMPTIED then
-      space.soon_free = space.soon_free + sign * loose
+      share.live = share.live + sign
+      share.soon_free = share.soon_free + sign * loose
     end
   end
   if segment.state then
@@ -210,7 +207,7 @@ function Book:lists_of(segment)
   local is_ready, used = segment.state == READY, segment.pages + segment.reserved
   local has_free = is_ready and used + segment.graced < segment.slot_count
   return {
-    ['free:' .. segment.space.number] = has_free and segment.number,
+    ['free:' .. segment.share.number] = has_free and segment.number,
     idle = is_ready and used == 0 and segment.number,
     creating = segment.state == CREATING and segment.until_s,
     emptied = segment.state == EMPTIED and segment.until_s,
@@ -221,11 +218,11 @@ end
 function Book:flush_segments()
   for number, segment in pairs(self.segments) do
     if segment and segment.is_changed then
-      local name, space = tostring(number), segment.space
-      self:table(Hash, 'segments'):put(name, pack(SEGMENT, space.number, space.namespace,
-        segment.state, segment.until_s, segment.slot_count, segment.pages, segment.reserved,
+      local name, share = tostring(number), segment.share
+      self:table(Hash, 'segments'):put(name, pack(SEGMENT, share.space.number, share.number,
+        share.space.namespace, share.tenant, segment.state, segment.until_s, segment.slot_count, segment.pages, segment.reserved,
         segment.graced, segment.ages))
-      self:write_totals(space)
+      self:write_totals(share)
       local lists = self:lists_of(segment)
       for list, score in pairs(lists) do
         if score ~= segment.lists[list] then
@@ -281,17 +278,17 @@ function Book:segment_count()
   return call('HLEN', self.root .. ':segments')
 end
 
-function Book:has_room()
-  return (self:segment_count() + 1) * self.segment_bytes <= self.capacity_bytes
+function Book:segments_max()
+  return floor(self.capacity_bytes / self.segment_bytes)
 end
 
-function Book:add_segment(number, space, state)
+function Book:add_segment(number, share, state)
   local segment = self:segment(number)
   if not segment then
-    segment = { number = number, space = space, slot_count = space.slot_count,
+    segment = { number = number, share = share, slot_count = share.space.slot_count,
       pages = 0, reserved = 0, graced = 0, ages = 0, lists = {} }
     self.segments[number] = segment
-    space.segments = space.segments + 1
+    share.segments = share.segments + 1
   end
   self:set_state(segment, state, self.now_s + CREATION_S)
   self.next_segment = math.max(self.next_segment, number + 1)
@@ -330,16 +327,16 @@ end
 function Book:write_page(space, key, page)
   self:pages(space):put(key, pack(PAGE, page.segment, page.slot, page.generation, page.age,
     page.chunk_index, page.parent, page.uses))
-  local class = class_of(page.uses)
-  self:cold(space, class):put(pack(ADDRESS, page.segment, page.slot),
+  local class, share = class_of(page.uses), self:segment(page.segment).share
+  self:cold(share, class):put(pack(ADDRESS, page.segment, page.slot),
     coldness(page.age, page.chunk_index))
-  space.heads[class] = nil
+  share.heads[class] = nil
 end
 
-function Book:remove_cold(space, page)
-  local class = class_of(page.uses)
-  self:cold(space, class):delete(pack(ADDRESS, page.segment, page.slot))
-  space.heads[class] = nil
+function Book:remove_cold(page)
+  local class, share = class_of(page.uses), self:segment(page.segment).share
+  self:cold(share, class):delete(pack(ADDRESS, page.segment, page.slot))
+  share.heads[class] = nil
 end
 
 -- Marks a page and its ancestors as used now, and at least `uses` times. `is_use`: once more than
@@ -356,7 +353,7 @@ function Book:lift(space, key, uses, is_use)
     end
     uses = math.max(own, uses)
     if class_of(uses) ~= class then
-      self:remove_cold(space, page)
+      self:remove_cold(page)
     end
     page.age, page.uses = self.age, uses
     self:write_page(space, key, page)
@@ -379,7 +376,7 @@ end
 function Book:remove_page(space, key, page)
   local segment = self:segment(page.segment)
   self:pages(space):delete(key)
-  self:remove_cold(space, page)
+  self:remove_cold(page)
   self:count(segment, 'pages', -1)
   segment.ages = segment.ages - page.age
   self.counts.evicted = self.counts.evicted + 1

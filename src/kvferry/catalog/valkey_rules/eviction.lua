@@ -14,23 +14,24 @@ local function is_lower(one, other)
 end
 
 -- The coldest page of a class, or false.
-function Book:head(space, class)
-  if space.heads[class] == nil then
-    local member, score = self:cold(space, class):first()
-    space.heads[class] = member and { member = member, age = floor(score / CHUNKS),
+function Book:head(share, class)
+  if share.heads[class] == nil then
+    local member, score = self:cold(share, class):first()
+    share.heads[class] = member and { member = member, age = floor(score / CHUNKS),
       coldness = score % CHUNKS } or false
   end
-  return space.heads[class]
+  return share.heads[class]
 end
 
 -- The page that goes first, or nil.
-function Book:coldest(space)
-  local first, best, best_head = self:head(space, 0), nil, nil
+function Book:coldest(share)
+  local first, best, best_head = self:head(share, 0), nil, nil
   local once_lives = first and self.is_adaptive and self.age - first.age or 0
+  local reach = self:learned(share.space).reach
   for class = 0, CLASS_COUNT - 1 do
-    local head = self:head(space, class)
+    local head = self:head(share, class)
     if head then
-      local rank = { head.age + space.reach * once_lives * class, head.coldness, head.member }
+      local rank = { head.age + reach * once_lives * class, head.coldness, head.member }
       if not best or is_lower(rank, best) then
         best, best_head = rank, head
       end
@@ -45,7 +46,7 @@ function Book:ghosts(space)
 end
 
 function Book:slots_max(space)
-  return math.max(1, floor(self.capacity_bytes / self.segment_bytes)) * space.slot_count
+  return math.max(1, self:segments_max()) * space.slot_count
 end
 
 function Book:bucket_of(space, key)
@@ -53,27 +54,28 @@ function Book:bucket_of(space, key)
   return tostring(unpack_from('<I4', key) % count)
 end
 
-local function count_ghost(space, uses, by)
+local function count_ghost(learned, uses, by)
   local kind = uses > 1 and 'again' or 'once'
-  space[kind] = space[kind] + by
+  learned[kind] = learned[kind] + by
 end
 
 -- After a page was evicted to make room.
 function Book:remember(space, key, uses)
   local ghosts, name = self:ghosts(space), self:bucket_of(space, key)
   local bucket = (ghosts:get(name) or '') .. sub(key, 5, 8) .. string.char(uses)
-  count_ghost(space, uses, 1)
+  count_ghost(self:learned(space), uses, 1)
   if #bucket > BUCKET_GHOSTS * GHOST_BYTES then
-    count_ghost(space, byte(bucket, GHOST_BYTES), -1)
+    count_ghost(self:learned(space), byte(bucket, GHOST_BYTES), -1)
     bucket = sub(bucket, GHOST_BYTES + 1)
   end
   ghosts:put(name, bucket)
-  self:write_totals(space)
+  self:write_learned(space)
 end
 
 -- When a page is published: the uses that it had when it was evicted, 0 if unknown.
 function Book:recall(space, key)
-  if space.once + space.again == 0 then
+  local learned = self:learned(space)
+  if learned.once + learned.again == 0 then
     return 0
   end
   local ghosts, name, mark = self:ghosts(space), self:bucket_of(space, key), sub(key, 5, 8)
@@ -87,19 +89,20 @@ function Book:recall(space, key)
   end
   local uses = byte(bucket, at + 4)
   ghosts:put(name, sub(bucket, 1, at - 1) .. sub(bucket, at + GHOST_BYTES))
-  count_ghost(space, uses, -1)
+  count_ghost(learned, uses, -1)
   self:learn(space, uses)
   return uses
 end
 
 -- A ghost of the rarer kind counts for as many of the other kind as there are to one.
 function Book:learn(space, uses)
-  local mine, other = space.once, space.again
+  local learned = self:learned(space)
+  local mine, other = learned.once, learned.again
   if uses > 1 then
     mine, other = other, mine
   end
   local factor = 1 + REACH_GAIN / self:slots_max(space) * math.max(1, other / math.max(1, mine))
-  local reach = uses > 1 and space.reach * factor or space.reach / factor
-  space.reach = math.min(REACH_MAX, math.max(REACH_MIN, reach))
-  self:write_totals(space)
+  local reach = uses > 1 and learned.reach * factor or learned.reach / factor
+  learned.reach = math.min(REACH_MAX, math.max(REACH_MIN, reach))
+  self:write_learned(space)
 end

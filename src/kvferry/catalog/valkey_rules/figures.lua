@@ -28,18 +28,34 @@ function Readers.lookup(root, namespace, packed)
   return table.concat(hits)
 end
 
--- The store's own fields, then for each namespace its name, record, sums, lookups and hits.
+-- Names and numbers of the shares of a namespace, or of all.
+local function share_numbers(root, namespace)
+  local found, names, numbers = call('HGETALL', root .. ':shares'), {}, {}
+  for index = 1, #found, 2 do
+    if not namespace or sub(found[index], 1, KEY_BYTES) == namespace then
+      names[#names + 1] = found[index]
+      numbers[#numbers + 1] = unpack_from('>I4', found[index + 1])
+    end
+  end
+  return names, numbers
+end
+
+-- The store's own fields, then for each namespace its name, record, lookups and hits; and for each
+-- share its name and sums.
 function Readers.stats(root)
   local meta = call('HMGET', root, 'capacity_bytes', 'segment_bytes', 'lookup', 'hit', 'published',
-    'duplicate', 'expired', 'evicted')
+    'duplicate', 'expired', 'evicted', 'quota_refused', 'quota_evicted')
   local spaces = call('HGETALL', root .. ':spaces')
   for index = 2, #spaces, 2 do
-    local number = unpack_from('>I4', spaces[index])
     local namespace = spaces[index - 1]
-    spaces[index] = { spaces[index], call('HGET', root .. ':totals', tostring(number)),
+    spaces[index] = { spaces[index],
       unpack_all(call('HMGET', root .. ':lookups', namespace .. 'L', namespace .. 'H')) }
   end
-  return { OK, meta, call('HLEN', root .. ':segments'), spaces }
+  local shares, numbers = share_numbers(root)
+  for index, name in ipairs(shares) do
+    shares[index] = { name, call('HGET', root .. ':totals', tostring(numbers[index])) }
+  end
+  return { OK, meta, call('HLEN', root .. ':segments'), spaces, shares }
 end
 
 -- For each page its key, parent, chunk index and the minutes since its last use.
@@ -51,8 +67,7 @@ function Readers.hottest(root, namespace, count)
   local space, pages, found = unpack_from('>I4', row), {}, { OK }
   local last_s, offset_s = unpack_all(call('HMGET', root, 'last_s', 'offset_s'))
   local now_s = math.max(tonumber(last_s), server_now_s() + tonumber(offset_s))
-  for class = 0, CLASS_COUNT - 1 do
-    local cold = root .. ':cold:' .. space .. ':' .. class
+  local function add(cold)
     for _, address in ipairs(call('ZREVRANGE', cold, 0, count - 1)) do
       local segment, slot = unpack_from(ADDRESS, address)
       local first = slot * KEY_BYTES
@@ -61,6 +76,12 @@ function Readers.hottest(root, namespace, count)
         call('HGET', root .. ':pages:' .. space, key))
       pages[#pages + 1] = { key = key, parent = parent, age = age, chunk_index = chunk_index,
         address = address }
+    end
+  end
+  local _, shares = share_numbers(root, namespace)
+  for _, share in ipairs(shares) do
+    for class = 0, CLASS_COUNT - 1 do
+      add(root .. ':cold:' .. share .. ':' .. class)
     end
   end
   table.sort(pages, function(one, other)
@@ -84,7 +105,7 @@ function Readers.segments(root)
 end
 
 local function audit_segment(root, number, packed)
-  local space = unpack_from('>I4', packed)
+  local space, share = unpack_from('>I4I4', packed)
   local names, pages = call('GET', root .. ':keys:' .. number) or '', {}
   for index, key in ipairs(pieces(names, KEY_BYTES)) do
     local page = call('HGET', root .. ':pages:' .. space, key)
@@ -93,7 +114,7 @@ local function audit_segment(root, number, packed)
       segment, slot, _, age, chunk_index, _, uses = unpack_from(PAGE, page)
     end
     if segment == tonumber(number) and slot == index - 1 then
-      local cold = root .. ':cold:' .. space .. ':' .. class_of(uses)
+      local cold = root .. ':cold:' .. share .. ':' .. class_of(uses)
       local score = call('ZSCORE', cold, pack(ADDRESS, segment, slot))
       local is_filed = score and tonumber(score) == coldness(age, chunk_index)
       pages[#pages + 1] = { key, page, is_filed and 1 or 0 }
@@ -120,18 +141,21 @@ function Readers.audit(root, after, slots_max)
       break
     end
     segments[index] = audit_segment(root, tostring(number), rows[number])
-    slot_count = slot_count + select(5, unpack_from(SEGMENT, rows[number]))
+    slot_count = slot_count + select(7, unpack_from(SEGMENT, rows[number]))
   end
   local spaces = call('HGETALL', root .. ':spaces')
   for index = 2, #spaces, 2 do
     local name = tostring(unpack_from('>I4', spaces[index]))
-    local cold_count = 0
-    for class = 0, CLASS_COUNT - 1 do
-      cold_count = cold_count + call('ZCARD', root .. ':cold:' .. name .. ':' .. class)
+    local cold_count, _, shares = 0, share_numbers(root, spaces[index - 1])
+    for _, share in ipairs(shares) do
+      for class = 0, CLASS_COUNT - 1 do
+        cold_count = cold_count + call('ZCARD', root .. ':cold:' .. share .. ':' .. class)
+      end
     end
     spaces[index] = { call('HLEN', root .. ':pages:' .. name), cold_count,
-      call('HGET', root .. ':totals', name) }
+      call('HGET', root .. ':learned', name) }
   end
   return { OK, #segments == #numbers and 1 or 0, segments, spaces,
-    call('ZCARD', root .. ':timers'), call('HMGET', root, 'capacity_bytes', 'segment_bytes') }
+    call('ZCARD', root .. ':timers'), call('HMGET', root, 'capacity_bytes', 'segment_bytes'),
+    call('HGETALL', root .. ':quotas') }
 end

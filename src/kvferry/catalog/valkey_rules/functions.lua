@@ -53,8 +53,8 @@ local function open_records(keys, args)
     end
     call('HSET', root, 'format', FORMAT, 'catalog_id', new_id, 'capacity_bytes', capacity_bytes,
       'segment_bytes', segment_bytes, 'offset_s', 0, 'last_s', 0, 'next_segment', 0,
-      'next_space', 0, 'lookup', 0, 'hit', 0, 'published', 0, 'duplicate', 0, 'expired', 0,
-      'evicted', 0)
+      'next_space', 0, 'next_share', 0, 'lookup', 0, 'hit', 0, 'published', 0, 'duplicate', 0, 'expired', 0,
+      'evicted', 0, 'quota_refused', 0, 'quota_evicted', 0)
     return OK .. new_id
   end
   if found[1] ~= FORMAT then
@@ -83,6 +83,7 @@ register('grow', writing(Verbs.grow), {})
 register('grown', writing(Verbs.grown), {})
 register('shrunk', writing(Verbs.shrunk), {})
 register('adopt', writing(Verbs.adopt), {})
+register('set_quotas', writing(Verbs.set_quotas), {})
 register('sweep', writing(Verbs.sweep), {})
 register('lookup', reading(Readers.lookup), { 'no-writes' })
 register('stats', reading(Readers.stats), { 'no-writes' })

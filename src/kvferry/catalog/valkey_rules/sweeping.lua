@@ -1,6 +1,7 @@
 -- What ends by itself, and who gives way when room is needed: as catalog/sweeping.py says it.
 
 local HIGH_MARK_PART = 8
+local WANT, WANT_BYTES = '<c32I4c16', 52
 
 function Verbs.sweep(book, packed, can_grow)
   local before = book.counts.evicted
@@ -10,7 +11,8 @@ function Verbs.sweep(book, packed, can_grow)
   book:make_room(packed, can_grow == '1')
   book.counts.expired = expired
   local deletable = book:deletable()
-  return OK .. pack('<I4I4', expired, book.counts.evicted - before) .. table.concat(deletable)
+  return OK .. pack('<I4I4I4', expired, book.counts.evicted - before, book.counts.quota_evicted)
+    .. table.concat(deletable)
 end
 
 -- Ends leases and grace times that are over; returns how many leases.
@@ -50,12 +52,19 @@ function Book:forget_spaces()
   self:flush_segments()
   local attached = self:table(Sorted, 'attached')
   for _, namespace in ipairs(attached:lowest(self.now_s - SPACE_IDLE_S, -1)) do
-    local space = self:space(namespace)
-    if space.segments == 0 then
+    local space, segment_count = self:space(namespace), 0
+    local shares = self:shares_of(space)
+    for _, share in ipairs(shares) do
+      segment_count = segment_count + share.segments
+    end
+    if segment_count == 0 then
+      for _, share in ipairs(shares) do
+        self:forget_share(share)
+      end
       attached:delete(namespace)
       self:forget_lookups(namespace)
       self:table(Hash, 'spaces'):delete(namespace)
-      self:table(Hash, 'totals'):delete(tostring(space.number))
+      self:table(Hash, 'learned'):delete(tostring(space.number))
       self:drop(self:ghosts(space))
       self.spaces[namespace] = false
     end
@@ -76,7 +85,7 @@ end
 
 -- Reserved slots stay their writers' until the leases end, but are not published.
 function Book:empty(segment)
-  local space, keys = segment.space, {}
+  local space, keys = segment.share.space, {}
   if segment.state == READY then
     keys = self:keys(segment):all()
   end
@@ -115,9 +124,19 @@ function Book:forget_segment(segment)
     self:table(Sorted, list):delete(tostring(segment.number))
   end
   self:table(Hash, 'segments'):delete(tostring(segment.number))
-  segment.space.segments = segment.space.segments - 1
-  self:write_totals(segment.space)
+  segment.share.segments = segment.share.segments - 1
+  self:write_totals(segment.share)
   self.segments[segment.number] = false
+end
+
+-- Whether none of these owners is the share's; false if there is none.
+local function is_outside(share, owners)
+  for _, owner in ipairs(owners) do
+    if owner == share.space.namespace or owner == share.tenant then
+      return false
+    end
+  end
+  return #owners > 0
 end
 
 -- READY segments: those without pages, then the oldest on average.
@@ -138,104 +157,149 @@ local function coldest_first(segments, is_asked)
   return ready
 end
 
--- `wanted`: namespaces, and how many slots each wants.
+-- `wanted`: namespaces, how many slots each wants, and for which tenant.
 function Book:make_room(wanted, can_grow)
-  local room_max = floor(self.capacity_bytes / self.segment_bytes)
+  local room_max = self:segments_max()
   self:flush_segments()
   self:table(Sorted, 'emptied'):flush()
-  local spare = room_max - self:segment_count() + call('ZCARD', self.root .. ':emptied')
-  if spare < 0 then -- the store was made smaller
-    local ready = coldest_first(self:all_segments(), function() return true end)
-    for index = 1, math.min(-spare, #ready) do
-      self:empty(ready[index])
+  local live = self:segment_count() - call('ZCARD', self.root .. ':emptied')
+  local ledger = Ledger.new(self, room_max, live, 'live')
+  for _, owner in ipairs(ledger:above()) do
+    self:lower(ledger, owner)
+  end
+  while ledger.total > room_max do -- the store was made smaller
+    local segment = self:missed_least(ledger, nil)
+    if not segment then
+      break
     end
+    self:take(ledger, segment)
   end
-  if not can_grow then -- the disk has less than the budget
-    spare = 0
-  end
-  for _, piece in ipairs(pieces(wanted, 36)) do
-    local space = self:space(sub(piece, 1, 32))
+  ledger.room_max = can_grow and math.max(room_max, ledger.total) or ledger.total
+  for _, piece in ipairs(pieces(wanted, WANT_BYTES)) do
+    local namespace, count, tenant = unpack_from(WANT, piece)
+    local space = self:space(namespace)
     if space then
-      spare = self:make_room_for(space, unpack_from('<I4', piece, 33), math.max(0, spare))
+      self:make_room_for(ledger, space, tenant, count)
     end
   end
 end
 
--- `spare`: segments that may still be grown; returns how many are left to others.
-function Book:make_room_for(space, count, spare)
-  local missing = count - space.soon_free
+-- Brings an owner down to its maximum.
+function Book:lower(ledger, owner)
+  while ledger:is_above(owner) do
+    local segment = self:missed_least(ledger, owner)
+    if not segment then
+      break
+    end
+    self.counts.quota_evicted = self.counts.quota_evicted + self:take(ledger, segment)
+  end
+end
+
+-- The segment that is missed least, if need be one that is guaranteed; or nil.
+function Book:missed_least(ledger, owner)
+  local found = coldest_first(self:all_segments(), function(segment)
+    return not owner or owner == segment.share.space.namespace or owner == segment.share.tenant
+  end)
+  for _, segment in ipairs(found) do
+    if ledger:may_lose(segment.share) then
+      return segment
+    end
+  end
+  return found[1]
+end
+
+-- Empties a segment; returns how many pages it had.
+function Book:take(ledger, segment)
+  local page_count = segment.pages
+  self:empty(segment)
+  ledger:add(segment.share, -1)
+  return page_count
+end
+
+function Book:make_room_for(ledger, space, tenant, count)
+  local share = self:share(space, tenant) or { space = space, tenant = tenant, soon_free = 0 }
+  local missing = count - share.soon_free
   if missing <= 0 then
-    return spare
+    return
   end
   missing = missing + floor(count / HIGH_MARK_PART)
-  local idle = self:idle(space)
+  for _, owner in ipairs(ledger:below(share)) do
+    ledger:claim(owner, self.now_s + CREATION_S)
+  end
+  local idle = self:idle(share)
   while missing > 0 do
-    if spare > 0 then
-      spare = spare - 1
+    if ledger:spare(share) > 0 then
+      ledger:add(share, 1)
       missing = missing - space.slot_count
-    elseif #idle > 0 then
-      self:empty(table.remove(idle, 1))
-      spare = spare + 1
     else
-      local victim = self:coldest_space(space)
-      if not victim then
+      local is_bound, before = ledger:is_bound(share), self.counts.evicted
+      local segment = self:take_idle(ledger, idle, share)
+      local victim = not segment and self:victim(ledger, share)
+      if not segment and not victim then
         break
-      elseif victim == space then
-        self:evict_coldest(space)
+      elseif victim == share then
+        self:evict_coldest(share)
         missing = missing - 1
       else
-        local used = coldest_first(self:all_segments(), function(segment)
-          return segment.space == victim and segment.pages > 0
-        end)
-        self:empty(used[1])
-        spare = spare + 1
+        self:take(ledger, segment or coldest_first(self:all_segments(), function(used)
+          return used.share == victim and used.pages > 0
+        end)[1])
+      end
+      if is_bound then
+        self.counts.quota_evicted = self.counts.quota_evicted + self.counts.evicted - before
       end
     end
   end
-  return spare
 end
 
--- Segments of other namespaces with nothing in them, and not just grown.
-function Book:idle(space)
+-- Segments of other shares with nothing in them, and not just grown.
+function Book:idle(share)
   local idle = {}
   for _, number in ipairs(self:listed('idle', '+inf')) do
     local segment = self:segment(number)
-    if segment.space ~= space and segment.until_s <= self.now_s then
+    if segment.share ~= share and segment.until_s <= self.now_s then
       idle[#idle + 1] = segment
     end
   end
   return idle
 end
 
--- Whose page is the coldest of all; at equal age who has the most segments, then `wanting`.
-function Book:coldest_space(wanting)
-  local best
-  for _, space in ipairs(self:all_spaces()) do
-    local head = space.ready > 0 and self:coldest(space)
+-- Takes the first that is of use out of the list; or nil.
+function Book:take_idle(ledger, idle, share)
+  for index, segment in ipairs(idle) do
+    if ledger:gains(share, segment.share) then
+      return table.remove(idle, index)
+    end
+  end
+end
+
+-- Whose page is the coldest of all that may give; at equal age who has the most segments, then
+-- `wanting`. Who wants below its guarantee takes from others if it can.
+function Book:victim(ledger, wanting)
+  local best, best_other
+  local below = ledger:below(wanting)
+  for _, share in ipairs(self:all_shares()) do
+    local may_give = share.ready > 0
+      and (share == wanting or ledger:may_give(share, wanting))
+    local head = may_give and self:coldest(share)
     if head then
-      local rank = { head.age, -space.ready, space == wanting and 0 or 1,
-        space.namespace, space = space }
+      local rank = { head.age, -share.ready, share == wanting and 0 or 1,
+        share.space.namespace, share.tenant, share = share }
       if not best or is_lower(rank, best) then
         best = rank
       end
+      if is_outside(share, below) and (not best_other or is_lower(rank, best_other)) then
+        best_other = rank
+      end
     end
   end
-  return best and best.space
+  best = best_other or best
+  return best and best.share
 end
 
-function Book:all_spaces()
-  if not self.listed_spaces then
-    self.listed_spaces = {}
-    for _, namespace in ipairs(self:table(Hash, 'spaces'):fields()) do
-      table.insert(self.listed_spaces, self:space(namespace))
-    end
-  end
-  return self.listed_spaces
-end
-
-function Book:evict_coldest(space)
-  local number, slot = unpack_from(ADDRESS, self:coldest(space).member)
-  local key = self:keys(self:segment(number)):get(slot)
+function Book:evict_coldest(share)
+  local number, slot = unpack_from(ADDRESS, self:coldest(share).member)
+  local space, key = share.space, self:keys(self:segment(number)):get(slot)
   local page = self:page(space, key)
   self:evict_page(space, key, page)
   if self.is_adaptive then

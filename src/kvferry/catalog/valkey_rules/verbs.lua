@@ -5,7 +5,7 @@
 local OK, LOST, UNKNOWN_SPACE, NO_ROOM, OTHER_SIZES, BAD_SLICES, OTHER_SEGMENTS, OTHER_FORMAT =
   'K', 'L', 'U', 'N', 'D', 'B', 'S', 'F'
 local PUBLISHED, PARTIAL, DUPLICATE, EXPIRED = 'P', 'A', 'D', 'E'
-local FORMAT = '2' -- of the records; 1: the first; 2: uses of pages, ghosts, ages by 10 s
+local FORMAT = '3' -- of the records; 1: the first; 2: uses of pages, ghosts, ages by 10 s; 3: shares
 local COMMIT, COMMIT_BYTES = '<c32c32I4I4I4c16i4i4', 100
 local FOUND, FOUND_BYTES = '<c32c32I4I4c16', 88
 local NAMED_PAGE_BYTES = 48
@@ -48,8 +48,7 @@ function Verbs.attach(book, namespace, sizes, description)
     local number = book.next_space
     book.next_space = number + 1
     book:table(Hash, 'spaces'):put(namespace, pack('>I4', number) .. sizes .. description)
-    book:table(Hash, 'totals'):put(tostring(number), pack(TOTALS, 0, 0, 0, 0, 0, 0,
-      REACH_FIRST, 0, 0))
+    book:table(Hash, 'learned'):put(tostring(number), pack(LEARNED, REACH_FIRST, 0, 0))
     moments:put(namespace, book.now_s)
     return OK
   end
@@ -102,16 +101,17 @@ end
 -- Slots.
 
 -- One generation of 16 bytes for each slot that is wanted; as many as there are slots are used.
-function Verbs.reserve(book, namespace, packed)
+function Verbs.reserve(book, namespace, tenant, packed)
   local space = book:space(namespace)
   if not space then
     return UNKNOWN_SPACE
   end
+  local share = book:share(space, tenant)
   local lease_s = unpack_from('<d', packed)
   local generations = pieces(sub(packed, 9), 16)
   local lease_end_s, said = book.now_s + lease_s, {}
-  while #said < #generations do
-    local name = book:table(Sorted, 'free:' .. space.number):lowest('+inf', 1)[1]
+  while share and #said < #generations do
+    local name = book:table(Sorted, 'free:' .. share.number):lowest('+inf', 1)[1]
     if not name then
       break
     end
@@ -190,7 +190,7 @@ end
 function Book:standing(space, segment, slot, generation, key)
   local held = self:reservation(segment, slot)
   local stands = held
-    and segment.space == space
+    and segment.share.space == space
     and segment.state == READY
     and held.generation == generation
     and held.lease_end_s > self.now_s
@@ -225,16 +225,21 @@ end
 
 -- Segments.
 
-function Verbs.grow(book, namespace)
+function Verbs.grow(book, namespace, tenant)
   local space = book:space(namespace)
   if not space then
     return UNKNOWN_SPACE
   end
-  if not book:has_room() then
-    return OK, false
+  local ledger = Ledger.new(book, book:segments_max(), book:segment_count(), 'segments')
+  local refusal = ledger:refusal({ space = space, tenant = tenant })
+  if refusal == OVER_QUOTA then
+    book.counts.quota_refused = 1
+    return OK .. refusal
+  elseif refusal then
+    return OK .. refusal, false
   end
   local number = book.next_segment
-  book:add_segment(number, space, CREATING)
+  book:add_segment(number, book:made_share(space, tenant), CREATING)
   return OK .. pack('<I4', number)
 end
 
@@ -247,7 +252,7 @@ function Verbs.grown(book, packed)
   if segment.state == READY then
     return OK .. '1', false
   end
-  book:add_segment(number, segment.space, READY)
+  book:add_segment(number, segment.share, READY)
   return OK .. '1'
 end
 
@@ -263,7 +268,7 @@ function Verbs.shrunk(book, packed)
 end
 
 -- Pages of a segment come in one or several calls; `is_first` is that of a segment not yet known.
-function Verbs.adopt(book, namespace, packed)
+function Verbs.adopt(book, namespace, tenant, packed)
   local space = book:space(namespace)
   if not space then
     return UNKNOWN_SPACE
@@ -274,11 +279,11 @@ function Verbs.adopt(book, namespace, packed)
     if segment then
       return OK .. pack('<I4B', 0, 0), false
     end
-    if not book:has_room() then
+    if book:segment_count() >= book:segments_max() then
       return NO_ROOM
     end
-    segment = book:add_segment(number, space, READY)
-  elseif not segment or segment.space ~= space or segment.state ~= READY then
+    segment = book:add_segment(number, book:made_share(space, tenant), READY)
+  elseif not segment or segment.share.space ~= space or segment.state ~= READY then
     return OK .. pack('<I4B', 0, 0), false
   end
   for _, piece in ipairs(pieces(sub(packed, 6), FOUND_BYTES)) do
@@ -292,4 +297,24 @@ function Verbs.adopt(book, namespace, packed)
     end
   end
   return OK .. pack('<I4B', taken, 1)
+end
+
+-- For each owner the length of its name, its name, what it is guaranteed and its maximum.
+function Verbs.set_quotas(book, packed)
+  local known, told = book:quotas(), {}
+  for _, piece in ipairs(pieces(packed, TOLD_BYTES)) do
+    local length, name, guaranteed, maximum = unpack_from(TOLD, piece)
+    local owner = sub(name, 1, length)
+    told[owner] = { guaranteed = guaranteed, maximum = maximum,
+      claimed_until_s = known[owner] and known[owner].claimed_until_s or 0 }
+  end
+  for owner in pairs(known) do
+    if not told[owner] then
+      book:table(Hash, 'quotas'):delete(owner)
+    end
+  end
+  for owner, row in pairs(told) do
+    book:write_quota(owner, row)
+  end
+  return OK
 end
