@@ -3,6 +3,7 @@
 from kvferry.metric import ANY, counter, gauge
 
 _OF_NAMESPACE = {"namespace": ANY, "model": ANY}
+_OF_TENANT = {"tenant": ANY}
 
 EXPORTER = (
     gauge(
@@ -88,6 +89,48 @@ EXPORTER = (
         "Of these, chunks that were found.",
         "Hit rate = hit chunks / lookup chunks. Falls after evictions: raise the capacity.",
         **_OF_NAMESPACE,
+    ),
+    gauge(
+        "exporter_tenant_segments",
+        "segments",
+        "Segments of a tenant.",
+        "Times the segment size: what it takes of its limits.",
+        **_OF_TENANT,
+    ),
+    gauge(
+        "exporter_tenant_page_bytes",
+        "bytes",
+        "What the pages take that a tenant stored.",
+        "Which tenant fills the store.",
+        **_OF_TENANT,
+    ),
+    gauge(
+        "exporter_tenant_guaranteed_bytes",
+        "bytes",
+        "What others cannot take from a tenant.",
+        "`kvferry limit` changes it.",
+        **_OF_TENANT,
+    ),
+    gauge(
+        "exporter_tenant_maximum_bytes",
+        "bytes",
+        "What a tenant never has more than. Not shown where it has no maximum.",
+        "`kvferry limit` changes it.",
+        **_OF_TENANT,
+    ),
+    counter(
+        "exporter_quota_evictions",
+        "pages",
+        "Of the evictions, pages that went for a quota: at a maximum, above one, or to give back"
+        " what is guaranteed.",
+        "Steady: a tenant wants more than its maximum.",
+    ),
+    counter(
+        "exporter_quota_refusals",
+        "requests",
+        "Times the store did not grow for a tenant or namespace at its maximum, or since others are"
+        " still to get what they are guaranteed.",
+        "As above.",
     ),
     counter("exporter_published", "pages", "Pages that became visible.", "None."),
     counter(

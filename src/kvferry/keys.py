@@ -12,6 +12,7 @@ import struct
 from collections.abc import Mapping, Sequence
 
 DIGEST_BYTES = 32
+TENANT_BYTES = 16
 ROOT_PARENT = bytes(DIGEST_BYTES)
 NAMESPACE_PREFIX = b"kvferry namespace 1\x00"
 KEY_PREFIX = b"kvferry key 1\x00\x00\x00"  # 16 bytes
@@ -45,6 +46,11 @@ def _delimited(tag: bytes, content: bytes) -> bytes:
 def namespace_digest(record: Mapping[str, Field]) -> bytes:
     """32 bytes that name an identity record."""
     return hashlib.sha256(NAMESPACE_PREFIX + encode(record)).digest()
+
+
+def tenant_id(name: str) -> bytes:
+    """16 bytes that name a tenant in headers and catalogs; zeros for no name."""
+    return hashlib.sha256(name.encode()).digest()[:TENANT_BYTES] if name else bytes(TENANT_BYTES)
 
 
 def encode_extras(extras: Sequence[tuple[str, bytes]]) -> bytes:

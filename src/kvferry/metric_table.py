@@ -234,6 +234,20 @@ _SPACE = (
         "Many, with a falling hit rate: raise `capacity_bytes`.",
     ),
     counter(
+        "quota_evictions",
+        "pages",
+        "Of these, pages that went for a quota: the engine's tenant or namespace had its maximum,"
+        " or took what it is guaranteed from others, or was above its maximum.",
+        "At a maximum: `kvferry limit` with a higher one, if the store has room.",
+    ),
+    counter(
+        "quota_refusals",
+        "requests",
+        "Times the store did not grow for this engine since its tenant or namespace has its"
+        " maximum, or since others are still to get what they are guaranteed.",
+        "Steady: the tenant wants more than its maximum; `kvferry limit` shows and changes it.",
+    ),
+    counter(
         "evictions_of_bad",
         "pages",
         "Pages evicted since a load found them unreadable.",

@@ -11,7 +11,7 @@ import random
 import sys
 from pathlib import Path
 
-from kvferry.catalog.base import LOST, Commit, Slot, Space, Verdict
+from kvferry.catalog.base import LOST, Commit, Slot, Space, Verdict, Want
 from kvferry.catalog.open import open_url
 from kvferry.clock import SystemClock
 from kvferry.errors import UnavailableError
@@ -100,12 +100,12 @@ class Worker:
 
     def _make_room(self, space: Space) -> None:
         segment = self._catalog.grow(space.namespace)
-        if segment is not None:
+        if isinstance(segment, int):
             self._segments.create(segment)
             if not self._catalog.grown(segment):
                 self._segments.delete(segment)
             return
-        for emptied in self._catalog.sweep([(space.namespace, 6)]).deletable_segments:
+        for emptied in self._catalog.sweep([Want(space.namespace, 6)]).deletable_segments:
             self._segments.delete(emptied)
             self._catalog.shrunk(emptied)
         self._clock.sleep(0.01)

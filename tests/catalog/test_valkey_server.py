@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from kvferry.catalog.base import LOST, Commit, Space, Verdict
+from kvferry.catalog.base import LOST, Commit, Space, Verdict, Want
 from kvferry.catalog.snapshot import check_invariants
 from kvferry.catalog.valkey import ValkeyCatalog
 from kvferry.catalog.valkey_library import Library, library
@@ -218,5 +218,5 @@ def test_a_user_of_the_servers_access_list_needs_no_more_than_the_document_says(
     assert catalog.grown(catalog.grow(SPACE.namespace))
     store(catalog, b"x")
     assert present(catalog, b"x") == [True]
-    catalog.sweep([(SPACE.namespace, 100)])
+    catalog.sweep([Want(SPACE.namespace, 100)])
     catalog.close()

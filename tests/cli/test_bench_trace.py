@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvferry.catalog.base import AGE_STEP_S, Commit, Policy, Space
+from kvferry.catalog.base import AGE_STEP_S, Commit, Policy, Space, Want
 from kvferry.catalog.memory import MemoryCatalog
 from kvferry.cli import bench_trace, trace_cache, trace_peers
 from kvferry.cli.trace_cache import PrefixCache, Request, key_of
@@ -51,7 +51,7 @@ class RealCache:
         return hit_count
 
     def _store(self, namespace: bytes, keys: list[bytes], index: int) -> None:
-        self.catalog.sweep([(namespace, 1)], can_grow=False)
+        self.catalog.sweep([Want(namespace, 1)], can_grow=False)
         self.catalog.sweep()
         (slot,) = self.catalog.reserve(namespace, 1, 1.0)
         self.catalog.commit(namespace, [Commit(keys[index + 1], keys[index], index, slot, 0, 1)])

@@ -1,80 +1,17 @@
 """Who clears a store must be sure that nothing comes back, and that others keep what is theirs."""
 
-import json
-
 import pytest
 
 pytest.importorskip("kvferry._native", reason="posix pages need the native extension")
 from typer.testing import CliRunner
 
-from kvferry.catalog import open as catalog_open
-from kvferry.catalog.base import Commit, Space, Verdict
+from kvferry.catalog.base import Verdict
 from kvferry.cli.main import app
-from kvferry.clock import SystemClock
-from kvferry.layout import PageGeometry
 from kvferry.metrics import Metrics
 from kvferry.offload.space.recovery import recover
-from kvferry.pages import open as pages_open
-from kvferry.pages.base import slot_count
-from kvferry.pages.facts import Asked
-from kvferry.testing.staging import Driver, page_id
+from kvferry.testing.staging import page_id
 from kvferry.testing.valkey import ServerProcess
-
-GEOMETRY = PageGeometry(slice_count=2, payload_bytes=5000, chunk_tokens=16)
-CLOCK = SystemClock()
-MINE, OTHER = b"m" * 32, b"o" * 32
-MINE_PAGES, OTHER_PAGES = 30, 3
-
-
-class Filled:
-    """A store with two namespaces, open beside whoever clears it, as an engine has it."""
-
-    def __init__(self, folder, url):
-        self.root, self.url = folder / "kv", url
-        self.pages = pages_open.open_url(
-            f"posix://{self.root}", CLOCK, Asked(1 << 22, 4096, 1 << 18)
-        )
-        self.facts = self.pages.open()
-        self.catalog = catalog_open.open_url(self.url, CLOCK)
-        self.catalog.open(self.facts.store_id, self.facts.capacity_bytes, self.facts.segment_bytes)
-        self._driver = Driver(self.pages, GEOMETRY)
-        for namespace, count in ((MINE, MINE_PAGES), (OTHER, OTHER_PAGES)):
-            self.catalog.attach(self._space(namespace))
-            for index in range(count):
-                assert self.store(namespace, index) is Verdict.PUBLISHED
-
-    def _space(self, namespace):
-        slot_bytes = GEOMETRY.slot_bytes(self.facts.alignment_bytes)
-        return Space(namespace, slot_count(self.facts, GEOMETRY), slot_bytes, 2, 16, "{}")
-
-    def reserve(self, namespace):
-        while not (slots := self.catalog.reserve(namespace, 1, lease_s=60.0)):
-            segment = self.catalog.grow(namespace)
-            self.pages.create_segment(segment, namespace, GEOMETRY)
-            self.catalog.grown(segment)
-        return slots[0]
-
-    def store(self, namespace, index):
-        slot = self.reserve(namespace)
-        page = page_id(f"page {index}", int.from_bytes(slot.generation, "big"), namespace)
-        assert self._driver.write(page, slot.address).outcome.value == "ok"
-        return self.commit(namespace, page, slot)
-
-    def commit(self, namespace, page, slot):
-        return self.catalog.commit(namespace, [Commit(page.key, page.parent, 0, slot, 0, 2)])[0]
-
-    def found(self, namespace):
-        keys = [page_id(f"page {index}").key for index in range(MINE_PAGES)]
-        return sum(hit is not None for hit in self.catalog.lookup(namespace, keys))
-
-    def clear(self, *arguments):
-        command = ["clear", str(self.root), "--catalog", self.url, "--json", *arguments]
-        result = CliRunner().invoke(app, command, catch_exceptions=False)
-        return json.loads(result.stdout)
-
-    def close(self):
-        self.catalog.close()
-        self.pages.close()
+from tests.cli.stored import MINE, MINE_PAGES, OTHER, OTHER_PAGES, Filled
 
 
 @pytest.fixture(params=["lmdb", "valkey"])
@@ -127,9 +64,34 @@ def test_a_file_that_the_catalog_does_not_know_goes_as_well(filled):
     assert number not in [facts.segment for facts in filled.pages.segments()]
 
 
+def test_one_tenant_goes_and_the_others_stay(filled):
+    for index in range(2):
+        filled.store(MINE, MINE_PAGES + index, "team")
+        filled.store(OTHER, MINE_PAGES + index, "team")
+    report = filled.clear("--tenant", "team")
+    assert (report["pages"], report["segments"]) == (4, 2)
+    assert report["namespaces"] == [MINE.hex(), OTHER.hex()]
+    assert (filled.found(MINE), filled.found(OTHER)) == (MINE_PAGES, OTHER_PAGES)
+    assert filled.clear("--tenant", "")["pages"] == MINE_PAGES + OTHER_PAGES, "who have no name"
+
+
+def test_a_file_of_a_tenant_that_the_catalog_does_not_know_goes_as_well(filled):
+    filled.store(MINE, 1, "team")
+    number = filled.reserve(MINE, "team").address.segment
+    filled.catalog.shrunk(number)
+    assert filled.clear("--tenant", "team")["segments"] == 1
+    assert number not in [facts.segment for facts in filled.pages.segments()]
+
+
 @pytest.mark.parametrize(
     "arguments",
-    [(), ("--all", "--namespace", "6d6d6d6d"), ("--namespace", "6d"), ("--namespace", "00112233")],
+    [
+        (),
+        ("--all", "--namespace", "6d6d6d6d"),
+        ("--all", "--tenant", "a"),
+        ("--namespace", "6d"),
+        ("--namespace", "00112233"),
+    ],
 )
 def test_who_does_not_say_what_to_clear_clears_nothing(filled, arguments):
     command = ["clear", str(filled.root), "--catalog", filled.url, *arguments]

@@ -13,9 +13,10 @@ itself. What it must never do is give one slot to two owners at a time. The life
 5. EVICTED: unfindable at once, FREE again after the grace time. A reader that is slower than that
    reads another generation: a miss.
 
-Space moves by whole segments, each of one `Share`: what one tenant has of one namespace. `grow` adds
-one within the capacity budget (CREATING until `grown`); an emptied segment is handed out by `sweep`
-for deletion after the grace time and leaves the budget only when `shrunk` says that its file is gone.
+Space moves by whole segments, each of one `Share`: what one tenant has of one namespace. `grow`
+adds one within the capacity budget (CREATING until `grown`); an emptied segment is handed out by
+`sweep` for deletion after the grace time and leaves the budget only when `shrunk` says that its
+file is gone.
 A page is of the share whose slot it was stored in; lookups do not ask whose it is. What a tenant or
 a namespace may have is in its `Quota`: `quotas` has the rules.
 
@@ -83,7 +84,7 @@ NO_MAXIMUM = 2**32 - 1
 
 
 class Share(NamedTuple):
-    """What one tenant has of one namespace: whole segments. `tenant`: 16 bytes (`keys.tenant_id`)."""
+    """What one tenant has of one namespace: whole segments. `tenant`: as `keys.tenant_id` says."""
 
     namespace: bytes
     tenant: bytes = NO_TENANT

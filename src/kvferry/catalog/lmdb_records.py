@@ -1,7 +1,8 @@
 """Records of the embedded catalog, version 3: keys and values of its tables.
 
 Keys are big-endian, so that they sort by what they say, and so are values, but for `PageRow`, which
-begins with a `PACKED_HIT`. Spaces and shares are named by numbers inside keys, which keeps them short.
+begins with a `PACKED_HIT`. Spaces and shares are named by numbers inside keys, which keeps these
+short.
 
 | table | key | value |
 | --- | --- | --- |

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FORMAT_VERSION = 3
-"""Of the records. 1: the first. 2: uses of pages, ghosts; ages in steps of 10 s. 3: shares, quotas."""
+"""Of the records. 1: the first. 2: uses of pages, ghosts; ages in steps of 10 s. 3: shares and
+quotas."""
 
 _FOLDER = Path(__file__).with_name("valkey_rules")
 _PARTS = (

@@ -1,18 +1,18 @@
-"""`kvferry clear`: removes what a store holds, of one namespace or of all."""
+"""`kvferry clear`: removes what a store holds, of one namespace, of one tenant, or all."""
 
-from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
 import typer
 
+from kvferry.catalog.base import Share
 from kvferry.cli import options, output
 from kvferry.cli.catalog_rebuild import refuse_rival
-from kvferry.cli.opened import OpenedStore, existing_root, open_store
+from kvferry.cli.opened import OpenedStore, existing_root, named_namespace, open_store
 from kvferry.clock import SystemClock
 from kvferry.errors import ConfigError, UnavailableError
-
-PREFIX_DIGITS_MIN = 8
+from kvferry.keys import tenant_id
+from kvferry.offload.space.recovery import tenant_of
 
 
 class ClearReport(msgspec.Struct, frozen=True):
@@ -30,19 +30,22 @@ def clear(
         str | None,
         typer.Option(help="The one to clear: its first digits, as `kvferry status` shows them."),
     ] = None,
+    tenant: Annotated[
+        str | None, typer.Option(help="Instead: what engines with this tenant have stored.")
+    ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Clear all of them.")] = False,
     catalog: options.CatalogUrl = None,
     usrbio_library: options.UsrbioLibrary = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Remove the pages of a namespace, or all, from the disk and the catalog. May run beside
-    engines: what they load or store at that moment is a miss; what they compute later, or still
-    have in their own prefix cache, they may store again."""
-    if (namespace is None) is not everything:
+    """Remove the pages of a namespace, of a tenant, or all, from the disk and the catalog. May run
+    beside engines: what they load or store at that moment is a miss; what they compute later, or
+    still have in their own prefix cache, they may store again."""
+    if (namespace is not None) + (tenant is not None) + everything != 1:
         raise ConfigError(
             "cli.clear",
             "say what to clear: --namespace and the first hexadecimal digits of one, as `kvferry"
-            " status` shows them, or --all",
+            " status` shows them, --tenant and a name, or --all",
         )
     config = options.store_config(pages, catalog, usrbio_library)
     root, _ = existing_root(config)
@@ -54,7 +57,11 @@ def clear(
                 " the folder while no engine uses it",
             )
         refuse_rival(root, store.catalog.catalog_id, SystemClock())
-        report = examine(store, None if everything else namespace)
+        report = examine(
+            store,
+            None if namespace is None else named_namespace(store, namespace),
+            None if tenant is None else tenant_id(tenant),
+        )
     if as_json:
         output.print_json(report)
         return
@@ -64,38 +71,32 @@ def clear(
     )
 
 
-def examine(store: OpenedStore, prefix: str | None) -> ClearReport:
-    """Clears the namespace that begins with these digits; None: all. A segment's file goes first:
-    whoever is killed in between leaves a segment without a file, which is nothing, and not a file
-    without a segment, whose pages would be taken over again. Commits of slots that were reserved
-    before are refused, since their segments are unknown and no number is used twice."""
-    owners = {number: entry.namespace for number, entry in store.catalog.segments().items()}
-    owners |= {facts.segment: facts.namespace for facts in store.pages.segments()}
-    page_counts = {space.namespace: space.page_count for space in store.catalog.stats().spaces}
-    known = sorted({*owners.values(), *page_counts})
-    chosen = known if prefix is None else [_named(prefix, known)]
-    doomed = [number for number, namespace in sorted(owners.items()) if namespace in chosen]
+def examine(
+    store: OpenedStore, namespace: bytes | None = None, tenant: bytes | None = None
+) -> ClearReport:
+    """Clears the segments of a namespace, of a tenant, or all. A segment's file goes first: whoever
+    is killed in between leaves a segment without a file, which is nothing, and not a file without a
+    segment, whose pages would be taken over again. Commits of slots that were reserved before are
+    refused, since their segments are unknown and no number is used twice."""
+
+    def is_chosen(share: Share) -> bool:
+        return namespace in (None, share.namespace) and tenant in (None, share.tenant)
+
+    shares = {n: Share(e.namespace, e.tenant) for n, e in store.catalog.segments().items()}
+    for facts in store.pages.segments():
+        if facts.segment not in shares:
+            whose = tenant_of(list(store.pages.scan(facts.segment)))
+            shares[facts.segment] = Share(facts.namespace, whose)
+    doomed = [number for number, share in sorted(shares.items()) if is_chosen(share)]
+    page_count = sum(s.page_count for s in store.catalog.stats().shares if is_chosen(s.share))
     used_bytes = store.pages.used_bytes()
     with output.progress() as progress:
         for number in progress.track(doomed, description="removing segments"):
             store.pages.delete_segment(number)
             store.catalog.shrunk(number)
     return ClearReport(
-        [namespace.hex() for namespace in chosen],
-        sum(page_counts.get(namespace, 0) for namespace in chosen),
+        sorted({shares[number].namespace.hex() for number in doomed}),
+        page_count,
         len(doomed),
         max(0, used_bytes - store.pages.used_bytes()),
-    )
-
-
-def _named(prefix: str, known: Sequence[bytes]) -> bytes:
-    """The one namespace whose hexadecimal digits begin so. Raises ConfigError."""
-    found = [namespace for namespace in known if namespace.hex().startswith(prefix.lower())]
-    if len(prefix) >= PREFIX_DIGITS_MIN and len(found) == 1:
-        return found[0]
-    names = ", ".join(namespace.hex()[:12] for namespace in known) or "none"
-    raise ConfigError(
-        "cli.namespace",
-        f"--namespace {prefix!r} must be the first {PREFIX_DIGITS_MIN} digits or more of one"
-        f" namespace; there are: {names}",
     )

@@ -13,6 +13,7 @@ from kvferry.cli.dashboard import dashboard
 from kvferry.cli.demo import demo
 from kvferry.cli.doctor import doctor
 from kvferry.cli.exporter import exporter
+from kvferry.cli.limit import limit
 from kvferry.cli.resize import resize
 from kvferry.cli.route import route
 from kvferry.cli.status import status
@@ -21,7 +22,7 @@ from kvferry.errors import Error
 app = typer.Typer(
     help="KV cache for vLLM that moves.", no_args_is_help=True, pretty_exceptions_enable=False
 )
-for _command in (demo, doctor, status, check, clear, resize, route, exporter, dashboard):
+for _command in (demo, doctor, status, check, clear, resize, limit, route, exporter, dashboard):
     app.command()(_command)
 app.add_typer(bench.app, name="bench")
 app.add_typer(pd_demo.app, name="pd")

@@ -17,6 +17,8 @@ from kvferry.pages.facts import Asked
 from kvferry.pages.segments import Superblock, read_superblock
 from kvferry.server_url import is_server, shown
 
+PREFIX_DIGITS_MIN = 8
+
 
 @dataclass(frozen=True)
 class OpenedStore:
@@ -92,3 +94,19 @@ def open_catalog(config: Config, facts: StoreFacts, *, may_make: bool = False) -
         catalog.close()
         raise
     return catalog
+
+
+def named_namespace(store: OpenedStore, prefix: str) -> bytes:
+    """The one namespace of a store whose hexadecimal digits begin so. Raises ConfigError."""
+    known = {facts.namespace for facts in store.pages.segments()}
+    if store.catalog is not None:
+        known |= {space.namespace for space in store.catalog.stats().spaces}
+    found = [namespace for namespace in known if namespace.hex().startswith(prefix.lower())]
+    if len(prefix) >= PREFIX_DIGITS_MIN and len(found) == 1:
+        return found[0]
+    names = ", ".join(namespace.hex()[:12] for namespace in sorted(known)) or "none"
+    raise ConfigError(
+        "cli.namespace",
+        f"--namespace {prefix!r} must be the first {PREFIX_DIGITS_MIN} digits or more of one"
+        f" namespace; there are: {names}",
+    )

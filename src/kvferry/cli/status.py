@@ -1,13 +1,16 @@
 """`kvferry status`: what a store holds, for whom, and how well it serves."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from kvferry.catalog.base import CatalogStats, SpaceStats
 from kvferry.cli import options, output
-from kvferry.cli.opened import OpenedStore, open_store
+from kvferry.cli.opened import OpenedStore, existing_root, open_store
 from kvferry.cli.output import size_text
+from kvferry.cli.tenants import NO_NAME, TenantStatus, tenants_of
+from kvferry.pages.limits import Limit, read_limits
 
 
 class SpaceStatus(msgspec.Struct, frozen=True):
@@ -35,7 +38,10 @@ class CatalogStatus(msgspec.Struct, frozen=True):
     duplicates: int
     expired: int
     evicted: int
+    quota_refused: int
+    quota_evicted: int
     namespaces: list[SpaceStatus]
+    tenants: list[TenantStatus]
 
 
 class StoreStatus(msgspec.Struct, frozen=True):
@@ -55,28 +61,34 @@ def status(
     usrbio_library: options.UsrbioLibrary = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Show pages, bytes, hit rate and evictions of a store, by namespace."""
-    with open_store(options.store_config(pages, catalog, usrbio_library)) as store:
-        report = examine(store)
+    """Show pages, bytes, hit rate and evictions of a store, by namespace and tenant."""
+    config = options.store_config(pages, catalog, usrbio_library)
+    root, _ = existing_root(config)
+    with open_store(config) as store:
+        report = examine(store, read_limits(root))
     if as_json:
         output.print_json(report)
     else:
         _print(report)
 
 
-def examine(store: OpenedStore) -> StoreStatus:
-    facts = store.facts
+def examine(store: OpenedStore, limits: Sequence[Limit] = ()) -> StoreStatus:
+    facts, catalog = store.facts, None
+    if store.catalog is not None:
+        stats = store.catalog.stats()
+        tenants = tenants_of(stats, limits, facts)
+        catalog = _catalog_status(store.catalog_url, stats, tenants)
     return StoreStatus(
         facts.store_id.hex(),
         facts.capacity_bytes,
         store.pages.used_bytes(),
         facts.segment_bytes,
         facts.alignment_bytes,
-        _catalog_status(store.catalog_url, store.catalog.stats()) if store.catalog else None,
+        catalog,
     )
 
 
-def _catalog_status(url: str, stats: CatalogStats) -> CatalogStatus:
+def _catalog_status(url: str, stats: CatalogStats, tenants: list[TenantStatus]) -> CatalogStatus:
     looked_up = stats.lookup_key_count
     return CatalogStatus(
         url,
@@ -89,7 +101,10 @@ def _catalog_status(url: str, stats: CatalogStats) -> CatalogStatus:
         stats.duplicate_count,
         stats.expired_count,
         stats.evicted_count,
+        stats.quota_refused_count,
+        stats.quota_evicted_count,
         [_space_status(space) for space in stats.spaces],
+        tenants,
     )
 
 
@@ -120,6 +135,13 @@ def _print(report: StoreStatus) -> None:
     )
     columns = ("namespace", "pages", "size", "reserved", "segments", "model")
     output.print_table(columns, [_row(space) for space in catalog.namespaces])
+    if any(tenant.name != NO_NAME for tenant in catalog.tenants):
+        columns = ("tenant", "pages", "size", "segments", "guaranteed", "maximum")
+        output.print_table(columns, [_tenant_row(tenant) for tenant in catalog.tenants])
+        print(
+            f"for quotas: {catalog.quota_evicted} pages evicted, {catalog.quota_refused} times no"
+            " new segment"
+        )
 
 
 def _row(space: SpaceStatus) -> tuple[str, ...]:
@@ -130,6 +152,18 @@ def _row(space: SpaceStatus) -> tuple[str, ...]:
         str(space.reserved),
         str(space.segments),
         model_name(space.description),
+    )
+
+
+def _tenant_row(tenant: TenantStatus) -> tuple[str, ...]:
+    maximum_bytes = tenant.maximum_bytes
+    return (
+        tenant.name,
+        str(tenant.pages),
+        size_text(tenant.bytes),
+        str(tenant.segments),
+        size_text(tenant.guaranteed_bytes),
+        "-" if maximum_bytes is None else size_text(maximum_bytes),
     )
 
 

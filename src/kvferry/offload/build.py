@@ -4,7 +4,6 @@ A mistake in the configuration is a ConfigError here, so that the engine does no
 that does not answer is none: the engine starts without it, and opening is tried again.
 """
 
-import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,11 +21,13 @@ from kvferry.device.base import Copier
 from kvferry.device.host import HostCopier
 from kvferry.device.staging import Staging, memory_from
 from kvferry.errors import ConfigError, IncompatibleError
+from kvferry.keys import tenant_id
 from kvferry.metrics import Metrics
 from kvferry.offload.base import Identity, LocalPart
 from kvferry.offload.scheduler.announcer import Describe
 from kvferry.offload.scheduler.planner import Planner
 from kvferry.offload.space.growth import PATIENCE_S, Growth
+from kvferry.offload.space.quotas import tell_quotas
 from kvferry.offload.space.recovery import recover
 from kvferry.offload.worker.jobs import Jobs
 from kvferry.offload.worker.load_jobs import LoadJobs
@@ -165,6 +166,7 @@ class _Tenure:
             self._ownership = StoreOwnership(self._root, catalog_id, self._clock)
             if self._ownership.acquire(OWNER_LEASE_S) and is_first:
                 backends.metrics.count("kvferry_catalog_takeovers_total")
+            tell_quotas(backends.catalog, self._root, backends.facts)
         recover(backends.catalog, backends.pages, backends.facts, backends.metrics)
         self._has_begun = True
 
@@ -240,7 +242,7 @@ def open_jobs(
     page_bytes = max(local.part.geometry.page_bytes for local in local_parts)
     backends = Backends(config, clock, metrics, page_bytes)
     metrics.set("kvferry_buffered_io", 0 if getattr(backends.pages, "direct_io", False) else 1)
-    tenant = hashlib.sha256(config.tenant.encode()).digest()[:16] if config.tenant else bytes(16)
+    tenant = tenant_id(config.tenant)
     staging = Staging(
         config.staging_bytes,
         max(local.extent_bytes for local in local_parts),

@@ -3,6 +3,7 @@
     superblock.json      what the store was made with; the first to create it wins
     segments/<8 hex>.seg one header block, then slots; preallocated, of one namespace
     roots.json           the further roots of the store, in its home alone
+    limits.json          what tenants and namespaces may have of it, in its home alone (`limits`)
     owner.<8 hex>        which catalog hands out the slots (`owner`)
     *.tmp                half-made files; removed by whoever opens the store, when old
 
@@ -26,6 +27,7 @@ from kvferry.layout import HEADER_BYTES, Address, PageGeometry
 from kvferry.pages import files, header, mounts
 from kvferry.pages.base import FoundPage, Outcome, SegmentFacts, StoreFacts, slot_offset_bytes
 from kvferry.pages.facts import Asked, decide, require_agreement, segment_facts
+from kvferry.pages.limits import check_limits, read_limits
 
 log = logging.getLogger(__name__)
 
@@ -316,6 +318,7 @@ def resize(root: Path, capacity_bytes: int, clock: Clock) -> StoreFacts:
                 f"capacity_bytes {capacity_bytes} is less than one segment of the store, "
                 f"{superblock.segment_bytes} bytes",
             )
+        check_limits(read_limits(root), resized.facts())
         files.replace_file(root / SUPERBLOCK, _encode(resized), clock)
     return resized.facts()
 

@@ -24,8 +24,10 @@ _OF_STORE = {
     "duplicates_total": "duplicates",
     "evictions_total": "evicted",
     "reservations_expired_total": "expired",
+    "quota_evictions_total": "quota_evicted",
+    "quota_refusals_total": "quota_refused",
 }
-"""Metric, and the field of `StoreLook`; the next: of `SpaceLook`."""
+"""Metric, and the field of `StoreLook`; the next: of `SpaceLook`, of `TenantStatus`."""
 _OF_NAMESPACE = {
     "segments": "segments",
     "pages": "pages",
@@ -34,6 +36,12 @@ _OF_NAMESPACE = {
     "graced_slots": "graced",
     "lookup_chunks_total": "lookup_chunks",
     "hit_chunks_total": "hit_chunks",
+}
+_OF_TENANT = {
+    "tenant_segments": "segments",
+    "tenant_page_bytes": "bytes",
+    "tenant_guaranteed_bytes": "guaranteed_bytes",
+    "tenant_maximum_bytes": "maximum_bytes",
 }
 
 
@@ -74,6 +82,9 @@ def _of(look: StoreLook) -> Iterator[Any]:
     for name, field in _OF_NAMESPACE.items():
         rows = [((s.namespace, s.model), getattr(s, field)) for s in look.namespaces]
         yield _family(name, rows)
+    for name, field in _OF_TENANT.items():
+        values = [((tenant.name,), getattr(tenant, field)) for tenant in look.tenants]
+        yield _family(name, [row for row in values if row[1] is not None])
 
 
 def _family(name: str, rows: list[tuple[tuple[str, ...], float]]) -> Any:

@@ -12,9 +12,11 @@ import msgspec
 from kvferry.catalog.base import HOTTEST_MAX, Catalog, HotPage, SpaceStats
 from kvferry.cli.opened import existing_root, open_catalog
 from kvferry.cli.status import model_name
+from kvferry.cli.tenants import TenantStatus, tenants_of
 from kvferry.clock import Clock
 from kvferry.config import Config
 from kvferry.errors import UnavailableError
+from kvferry.pages.limits import read_limits
 from kvferry.pages.owner import Census
 from kvferry.server_url import shown
 
@@ -64,7 +66,10 @@ class StoreLook(msgspec.Struct, frozen=True):
     expired: int
     lookup_chunks: int
     hit_chunks: int
+    quota_refused: int
+    quota_evicted: int
     namespaces: list[SpaceLook]
+    tenants: list[TenantStatus]
     prefixes: list[Prefix]
 
 
@@ -108,7 +113,10 @@ class StoreWatch:
             expired=stats.expired_count,
             lookup_chunks=stats.lookup_key_count,
             hit_chunks=stats.hit_key_count,
+            quota_refused=stats.quota_refused_count,
+            quota_evicted=stats.quota_evicted_count,
             namespaces=list(map(_space_look, stats.spaces)),
+            tenants=tenants_of(stats, read_limits(root), facts),
             prefixes=prefixes,
         )
 

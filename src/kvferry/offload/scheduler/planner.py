@@ -21,6 +21,7 @@ from kvferry.catalog.runner import Runner
 from kvferry.clock import Clock
 from kvferry.config import Config
 from kvferry.errors import IncompatibleError
+from kvferry.keys import tenant_id
 from kvferry.metrics import Metrics
 from kvferry.offload.base import Load, Plan, Report, Request, Step, Store, Tables
 from kvferry.offload.scheduler.agreement import Agreement
@@ -85,7 +86,7 @@ class Planner:
         self._stores = StorePlanner(
             hasher, metrics, self._quarantine, config.store_deadline_s, self._announcer
         )
-        room = Room(catalog, pages, facts, growth, metrics)
+        room = Room(catalog, pages, facts, growth, metrics, tenant_id(config.tenant))
         self._supply = Supply(config, clock, metrics, facts, runner, room, may_reserve)
         self._origins = Origins()
         self._weights_name = config.weights_id

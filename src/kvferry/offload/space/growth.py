@@ -8,7 +8,7 @@ it takes as long as writing them, and lookups would stand in line behind it.
 import logging
 from functools import partial
 
-from kvferry.catalog.base import Catalog
+from kvferry.catalog.base import Catalog, Refused
 from kvferry.catalog.runner import Runner, Ticket, TicketState
 from kvferry.clock import Clock
 from kvferry.errors import ExhaustedError, InternalError
@@ -65,13 +65,15 @@ class Growth:
         """A segment of this namespace is on its way."""
         return any(of == namespace for of, _ in self._making.values())
 
-    def add(self, part: Part) -> bool:
+    def add(self, part: Part, tenant: bytes) -> bool:
         """Whether there is one more segment now. It may come later, or there is no room for one:
-        neither the budget nor the disk has it."""
+        the budget, the tenant's quota or the disk does not have it."""
         if self.is_full or len(self._making) >= MAKING_MAX:
             return False
-        segment = self._catalog.grow(part.namespace)
-        if segment is None:
+        segment = self._catalog.grow(part.namespace, tenant)
+        if isinstance(segment, Refused):
+            if segment is Refused.QUOTA:
+                self._metrics.count("kvferry_quota_refusals_total")
             return False
         make = partial(self._pages.create_segment, segment, part.namespace, part.geometry)
         ticket = self._files.submit(make, MAKE_S, lambda _: self._pages.delete_segment(segment))

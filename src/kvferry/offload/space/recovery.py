@@ -4,14 +4,15 @@ Runs on the runner thread before anything is reserved: after the catalog was los
 over, and as a cheap check at every start.
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvferry.catalog.base import Catalog, Page, Space
+from kvferry.catalog.base import NO_TENANT, Catalog, Page, Space
 from kvferry.catalog.snapshot import SegmentState
 from kvferry.errors import ExhaustedError, UnavailableError
 from kvferry.metrics import Metrics
-from kvferry.pages.base import PageStore, SegmentFacts, StoreFacts
+from kvferry.pages.base import FoundPage, PageStore, SegmentFacts, StoreFacts
 
 
 @dataclass
@@ -71,7 +72,7 @@ def _adopt(
     segment: SegmentFacts,
     recovered: Recovered,
 ) -> None:
-    geometry = segment.geometry
+    geometry, entries = segment.geometry, list(pages.scan(segment.segment))
     catalog.attach(
         Space(
             namespace=segment.namespace,
@@ -90,10 +91,10 @@ def _adopt(
             entry.address,
             entry.page.generation,
         )
-        for entry in pages.scan(segment.segment)
+        for entry in entries
     ]
     try:
-        count = catalog.adopt(segment.segment, segment.namespace, found)
+        count = catalog.adopt(segment.segment, segment.namespace, found, tenant_of(entries))
     except ExhaustedError:
         pages.delete_segment(segment.segment)
         recovered.deleted_count += 1
@@ -101,3 +102,9 @@ def _adopt(
     recovered.adopted_count += 1
     recovered.page_count += count
     metrics.count("kvferry_catalog_adoptions_total", count)
+
+
+def tenant_of(found: Sequence[FoundPage]) -> bytes:
+    """Whose segment it is: that of most of its pages (of stores older than shares, several)."""
+    counts = Counter(entry.page.tenant for entry in found)
+    return max(sorted(counts), key=counts.__getitem__, default=NO_TENANT)

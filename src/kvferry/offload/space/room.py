@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from kvferry.catalog.base import Catalog, Slot, Space
+from kvferry.catalog.base import NO_TENANT, Catalog, Slot, Space, Want
 from kvferry.layout import Address
 from kvferry.metrics import Metrics
 from kvferry.offload.base import SLOT, Part
@@ -142,7 +142,8 @@ class Reserved(NamedTuple):
 
 
 class Room:
-    """Makes slots for parts. Runs on the runner thread."""
+    """Makes slots for parts. Runs on the runner thread. `tenant`: the engine's, whose segments they
+    lie in."""
 
     def __init__(
         self,
@@ -151,7 +152,9 @@ class Room:
         facts: StoreFacts,
         growth: Growth,
         metrics: Metrics,
+        tenant: bytes = NO_TENANT,
     ):
+        self._tenant = tenant
         self._catalog = catalog
         self._pages = pages
         self._growth = growth
@@ -164,11 +167,11 @@ class Room:
         catalog, namespace = self._catalog, part.namespace
         catalog.attach(space_of(part, self._facts))
         self._growth.settle()
-        slots = catalog.reserve(namespace, count, lease_s)
+        slots = catalog.reserve(namespace, count, lease_s, self._tenant)
         for _ in range(SEGMENTS_PER_CALL_MAX):
-            if len(slots) >= count or not self._growth.add(part):
+            if len(slots) >= count or not self._growth.add(part, self._tenant):
                 break
-            slots += catalog.reserve(namespace, count - len(slots), lease_s)
+            slots += catalog.reserve(namespace, count - len(slots), lease_s, self._tenant)
         return Reserved(pack(slots), self._growth.is_making(namespace))
 
     def give_back(self, namespace: bytes, packed: bytes) -> None:
@@ -176,10 +179,13 @@ class Room:
         self._catalog.abort(namespace, unpack(packed))
 
     def collect(self, wanted: Sequence[tuple[bytes, int]] = ()) -> None:
-        """One sweep, and the deletion of the segments that it emptied."""
+        """One sweep, and the deletion of the segments that it emptied. `wanted`: namespaces, and
+        how many slots should become free."""
         self._growth.settle()
-        swept = self._catalog.sweep(wanted, not self._growth.is_full)
+        wants = [Want(namespace, count, self._tenant) for namespace, count in wanted]
+        swept = self._catalog.sweep(wants, not self._growth.is_full)
         self._metrics.count("kvferry_evictions_total", swept.evicted_count)
+        self._metrics.count("kvferry_quota_evictions_total", swept.quota_evicted_count)
         self._metrics.count("kvferry_reservations_expired_total", swept.expired_count)
         for segment in swept.deletable_segments:
             if not is_gone(self._pages, segment):
