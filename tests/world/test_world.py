@@ -8,6 +8,10 @@ from dataclasses import replace
 
 import pytest
 
+from kvferry.catalog import memory_book
+from kvferry.catalog.base import Quota
+from kvferry.catalog.quotas import Ledger
+from kvferry.keys import tenant_id
 from kvferry.offload.scheduler import cost, due, planner
 from kvferry.offload.scheduler.agreement import Agreement
 from kvferry.offload.scheduler.origin import Origins
@@ -55,6 +59,8 @@ HAPPENED = (
     "kvferry_loads_declined_total{cost}",
     "kvferry_stored_tokens_total",
     "kvferry_evictions_total",
+    "kvferry_quota_evictions_total",
+    "kvferry_quota_refusals_total",
     "kvferry_evictions_of_bad_total",
     "kvferry_segments_deleted_total",
     "kvferry_reservations_expired_total",
@@ -121,7 +127,7 @@ def run_varied(first: int, monkeypatch) -> Counter:
 
 
 @pytest.mark.parametrize("first", SEEDS[::SEEDS_EACH])
-def test_all_five_checkers_are_content(happened, first, monkeypatch):
+def test_all_checkers_are_content(happened, first, monkeypatch):
     happened.update(run_varied(first, monkeypatch))
 
 
@@ -142,6 +148,19 @@ def test_a_seed_replays(happened):
 @pytest.mark.parametrize("first", range(1000, 4000, 50))
 def test_thousands_of_worlds(first):
     run(range(first, first + 50), steps=2000)
+
+
+def flooded(patch):
+    """Two tenants share a small store, of which one is guaranteed half; pages age quickly."""
+    tenancy = shape.Tenancy(4, ("one", "two"), [Quota(tenant_id("one"), 2)])
+    patch.setattr(memory_book, "AGE_STEP_S", 0.01)
+    patch.setattr(world, "draw_tenancy", lambda chance, count: tenancy)
+
+
+def test_a_tenant_that_floods_takes_nothing_that_another_is_guaranteed(monkeypatch):
+    flooded(monkeypatch)
+    counts = run(range(2 * SEEDS_EACH))
+    assert counts["kvferry_quota_evictions_total"] > 0
 
 
 # What the checkers are for: without each of these the world is found out.
@@ -186,6 +205,12 @@ def without_origins(patch):
 
 def without_new_namespace(patch):
     patch.setattr(Agreement, "rename", lambda self, name: None)
+
+
+def without_guarantees(patch):
+    flooded(patch)
+    patch.setattr(Ledger, "may_lose", lambda self, share, to=None: True)
+    patch.setattr(Ledger, "_claimed", lambda self, owner: 0)
 
 
 def with_early_staging(patch):
@@ -256,6 +281,7 @@ def with_forgotten_record(patch):
         (without_load_deadline, "d"),
         (with_forgotten_record, "d"),
         (with_waiting_scheduler, "e"),
+        (without_guarantees, "f"),
     ],
 )
 def test_the_world_finds_out(monkeypatch, mutation, checker):

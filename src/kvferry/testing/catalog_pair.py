@@ -26,10 +26,11 @@ from kvferry.catalog.base import (
     Want,
 )
 from kvferry.catalog.memory import MemoryCatalog
-from kvferry.catalog.snapshot import SegmentState, Snapshot, check_invariants
+from kvferry.catalog.snapshot import check_invariants
 from kvferry.errors import Error
 from kvferry.layout import Address
 from kvferry.testing.clock import ManualClock
+from kvferry.testing.guarantees import pushed_below
 
 STORE = b"s" * 16
 SEGMENT_BYTES = 1 << 20
@@ -176,7 +177,7 @@ class Pair:
         ]
         before = self._catalogs[1].snapshot()
         swept = self._both("sweep", named, can_grow)
-        check_guarantees(before, self._catalogs[1].snapshot(), named)
+        assert pushed_below(before, self._catalogs[1].snapshot(), named) == []
         for number in swept.deletable_segments[::2]:  # whoever should delete the others died
             self._both("shrunk", number)
 
@@ -194,28 +195,6 @@ class Pair:
     def stats(self) -> None:
         self._both("stats")
         self._both("segments")
-
-
-def check_guarantees(before: Snapshot, after: Snapshot, wanted: Sequence[Want]) -> None:
-    """Whoever wants room in a sweep takes no segment with pages from those who are then below
-    what they are guaranteed."""
-    used = {page.address.segment for page in before.pages.values()}
-    wanting = {owner for want in wanted for owner in (want.namespace, want.tenant)}
-    for owner, (guaranteed_count, _, _) in before.quotas.items():
-        own = {n for n, e in before.segments.items() if owner in (e.namespace, e.tenant)}
-        left = {n for n in own if after.segments[n].state is not SegmentState.EMPTIED}
-        emptied = {n for n in own - left if before.segments[n].state is SegmentState.READY}
-        if owner not in wanting and not _is_above(before) and emptied & used:
-            assert len(left | (emptied - used)) >= guaranteed_count, owner
-
-
-def _is_above(snapshot: Snapshot) -> bool:
-    """Whether somebody has more than its maximum: whoever else owns what it gives up loses it."""
-    live = [e for e in snapshot.segments.values() if e.state is not SegmentState.EMPTIED]
-    return any(
-        sum(owner in (entry.namespace, entry.tenant) for entry in live) > maximum_count
-        for owner, (_, maximum_count, _) in snapshot.quotas.items()
-    )
 
 
 def _answer(verb: Callable, arguments: Sequence[Any]) -> Any:

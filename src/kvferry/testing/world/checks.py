@@ -5,6 +5,7 @@
 (c) at rest nothing is left but the reservation pool; every block is freed once
 (d) once faults stop, everything ends within a bounded number of steps
 (e) nothing that the engine's scheduler calls waits, or does the background's work
+(f) nobody is pushed below what it is guaranteed
 """
 
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from kvferry.testing.clock import ManualClock
 
 
 class Failed(AssertionError):
-    """One of the five does not hold. `checker`: which."""
+    """One of these does not hold. `checker`: which."""
 
     def __init__(self, checker: str, message: str):
         super().__init__(f"({checker}) {message}")

@@ -6,6 +6,7 @@ import msgspec
 
 from kvferry.catalog.runner import Runner
 from kvferry.device.staging import Staging, memory_from
+from kvferry.keys import tenant_id
 from kvferry.metrics import Metrics
 from kvferry.offload.base import Finished, Identity, LocalPart, Part, Plan, Report
 from kvferry.offload.worker.jobs import Jobs
@@ -52,6 +53,7 @@ class Rank:
         self._clock = clock
         self._chance = chance
         self._digest = storage.digest
+        self._tenant = tenant_id(setup.config.tenant)
         self._loading: set[str] = set()
         self._must_fail: set[str] = set()
         stage, tp_index = divmod(index, setup.tp)
@@ -89,7 +91,7 @@ class Rank:
         )
         copier.chance_of_timeout = self._setup.stuck_gather_chance
         local = LocalPart(part, memory.regions(), placement)
-        return RankPart(local, copier, bytes(16), part.namespace)
+        return RankPart(local, copier, self._tenant, part.namespace)
 
     def _open(self, storage: Storage, stage: int) -> None:
         config, clock, metrics = self._setup.config, self._clock, self.metrics

@@ -1,9 +1,11 @@
 """What is drawn by seed before anything happens: the model, and the set-up of each engine."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvferry.catalog.base import Quota
 from kvferry.config import Config
-from kvferry.keys import namespace_digest
+from kvferry.keys import namespace_digest, tenant_id
 from kvferry.layout import Placement
 from kvferry.offload.base import Part
 from kvferry.testing.clock import Chance
@@ -110,7 +112,7 @@ class Setup:
         return Placement(tp_index * share, share)
 
 
-def draw_setup(chance: Chance, model: Model) -> Setup:
+def draw_setup(chance: Chance, model: Model, tenant: str) -> Setup:
     needed = (PROMPT_TOKENS_MAX + ANSWER_TOKENS_MAX) // BLOCK_TOKENS + 3
     is_async = chance.random() < 0.4
     return Setup(
@@ -127,14 +129,15 @@ def draw_setup(chance: Chance, model: Model) -> Setup:
         takes_loaded_first=chance.random() < 0.5,
         staging_slots=chance.choice([2, 3, 6, 12]),
         stuck_gather_chance=chance.choice([0, 0.1, 0.5]),
-        config=_draw_config(chance),
+        config=_draw_config(chance, tenant),
     )
 
 
-def _draw_config(chance: Chance) -> Config:
+def _draw_config(chance: Chance, tenant: str) -> Config:
     """Times are a thousandth to a tenth of the usual ones: a step takes a millisecond here."""
     return Config(
         pages="memory:",
+        tenant=tenant,
         lookup_deadline_s=chance.choice([0.04, 0.2]),
         load_deadline_s=chance.choice([0.05, 0.3]),
         store_deadline_s=0.4,
@@ -145,3 +148,27 @@ def _draw_config(chance: Chance) -> Config:
         cost_model=chance.random() < 0.2,
         weights_id=chance.choice([None, None, "step 2"]),
     )
+
+
+@dataclass(frozen=True)
+class Tenancy:
+    """Whose a store of so many segments is: engine after engine is of the next tenant."""
+
+    segment_count: int
+    tenants: Sequence[str]
+    quotas: Sequence[Quota]
+
+
+def draw_tenancy(chance: Chance, segment_count: int) -> Tenancy:
+    tenants = chance.choice([("",), ("one", "two"), ("", "one", "two", "one")])
+    one, two, half = tenant_id("one"), tenant_id("two"), segment_count // 2
+    quotas = chance.choice(
+        [
+            [],
+            [Quota(one, half)],
+            [Quota(one, half), Quota(two, 0, half)],
+            [Quota(one, half), Quota(two, half)],
+            [Quota(one, 1, half), Quota(tenant_id(""), half)],
+        ]
+    )
+    return Tenancy(segment_count, tenants, quotas)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from kvferry.catalog.base import Swept, Want
 from kvferry.catalog.memory import MemoryCatalog
 from kvferry.catalog.snapshot import check_invariants
 from kvferry.layout import HEADER_BYTES, Address, PageGeometry
@@ -16,10 +17,11 @@ from kvferry.pages.memory import MemoryPages
 from kvferry.testing.catalog_faults import CatalogFault, FaultyCatalog, SharedCatalog
 from kvferry.testing.clock import Chance
 from kvferry.testing.faults import Fault, FaultyPages
+from kvferry.testing.guarantees import pushed_below
 from kvferry.testing.places import MemoryPlace
 from kvferry.testing.world.checks import Failed, SimClock
 from kvferry.testing.world.meaning import Meanings
-from kvferry.testing.world.shape import Model
+from kvferry.testing.world.shape import Model, Tenancy
 
 PAGE_FAULTS = {
     Fault.SHORT: 0.01,
@@ -142,15 +144,23 @@ class WatchedPages:
 
 
 class WatchedCatalog(SharedCatalog):
-    """Nobody asks it while an engine schedules."""
+    """Nobody asks it while an engine schedules. `wronged`: whose guarantees sweeps have broken; to
+    raise there would be taken for a failure of the catalog."""
 
     def __init__(self, make: Callable[[], MemoryCatalog], clock: SimClock):
         super().__init__(make)
         self._sim_clock = clock
+        self.wronged: list[bytes] = []
 
     def __getattr__(self, verb: str) -> Any:
         self._sim_clock.require_background(f"catalog.{verb}")
         return super().__getattr__(verb)
+
+    def sweep(self, wanted: Sequence[Want] = (), can_grow: bool = True) -> Swept:
+        before = self.snapshot()
+        swept = super().__getattr__("sweep")(wanted, can_grow)
+        self.wronged += pushed_below(before, self.snapshot(), wanted)
+        return swept
 
 
 MakeDisk = Callable[[SimClock], Disk]
@@ -164,17 +174,18 @@ class Storage:
         model: Model,
         clock: SimClock,
         chance: Chance,
-        segment_count: int,
+        tenancy: Tenancy,
         make_disk: MakeDisk = MemoryDisk,
     ):
         self._clock = clock
         self._chance = chance
+        self._quotas = tenancy.quotas
         self._disk = make_disk(clock)
         self.digest = self._disk.digest
         self._meanings = Meanings(model)
         page_bytes = max(part.geometry.page_bytes for part in model.parts())
         segment_bytes = 4096 + chance.choice([2, 4, 6]) * page_bytes
-        self._asked = Asked(segment_count * segment_bytes, 4096, segment_bytes)
+        self._asked = Asked(tenancy.segment_count * segment_bytes, 4096, segment_bytes)
         self._plain = self._disk.make(clock, self._asked)
         self.facts = self._plain.open()
         self.meanings = self._meanings
@@ -188,6 +199,7 @@ class Storage:
         catalog = MemoryCatalog(self._clock, grace_s=0.2)
         facts = self.facts
         catalog.open(facts.store_id, facts.capacity_bytes, facts.segment_bytes)
+        catalog.set_quotas(self._quotas)
         return catalog
 
     def open_pages(self, late_s_max: float) -> PageStore:
@@ -284,6 +296,9 @@ class Storage:
         wrong = check_invariants(self.catalog.snapshot())
         if wrong:
             raise Failed("b", "; ".join(wrong))
+        if self.catalog.wronged:
+            owners = sorted({owner.hex() for owner in self.catalog.wronged})
+            raise Failed("f", f"{owners} were pushed below what they are guaranteed")
 
     def check_pages(self) -> int:
         """Every slice in the store that proves itself is what its key means. How many there are."""

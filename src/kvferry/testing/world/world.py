@@ -13,6 +13,7 @@ from kvferry.testing.world.shape import (
     PROMPT_TOKENS_MAX,
     draw_model,
     draw_setup,
+    draw_tenancy,
 )
 from kvferry.testing.world.storage import MakeDisk, MemoryDisk, Storage
 
@@ -36,9 +37,8 @@ class World:
         self._chance = Chance(f"world {seed}")
         self._clock = SimClock(seed)
         self._model = draw_model(self._chance)
-        self.storage = Storage(
-            self._model, self._clock, self._chance, self._chance.choice([4, 10, 40]), make_disk
-        )
+        self._tenancy = draw_tenancy(Chance(f"tenancy {seed}"), self._chance.choice([4, 10, 40]))
+        self.storage = Storage(self._model, self._clock, self._chance, self._tenancy, make_disk)
         self._documents = [
             [self._chance.randrange(VOCABULARY) for _ in range(PROMPT_TOKENS_MAX)]
             for _ in range(self._chance.choice([1, 2, 4]))
@@ -175,7 +175,9 @@ class World:
 
     def _start_engine(self) -> None:
         self._engine_count += 1
-        setup = draw_setup(self._chance, self._model)
+        tenants = self._tenancy.tenants
+        tenant = tenants[self._engine_count % len(tenants)]
+        setup = draw_setup(self._chance, self._model, tenant)
         self.engines.append(
             Engine(
                 f"engine {self._engine_count}",
