@@ -102,7 +102,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str,
         process(
             max_length=256,
-            description="Written into each page that this engine stores, to tell who stored it.",
+            description="Whose pages this engine stores: written into each, and what the quotas of"
+            " `kvferry limit` are about. Loads do not ask for it; to keep tenants from finding"
+            " what others stored, give requests a `cache_salt`.",
         ),
     ] = ""
     alignment_bytes: Annotated[

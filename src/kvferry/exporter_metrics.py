@@ -114,7 +114,7 @@ EXPORTER = (
     gauge(
         "exporter_tenant_maximum_bytes",
         "bytes",
-        "What a tenant never has more than. Not shown where it has no maximum.",
+        "What a tenant never has more than; the capacity, if it has no maximum.",
         "`kvferry limit` changes it.",
         **_OF_TENANT,
     ),

@@ -1,24 +1,21 @@
 """Contract of a catalog: a hint that says where pages are, and the accounting of slots.
 
-What it says may be stale or lost: that costs hits, never correctness, since every page proves
-itself. What it must never do is give one slot to two owners at a time. The life of a slot:
+What it says may be stale or lost: that costs hits, never correctness. What it must never do is give
+one slot to two owners at a time. The life of a slot:
 
 1. FREE in a segment of the namespace that its page will be of.
 2. RESERVED by `reserve`, with a fresh generation, for a lease. Nobody can find it.
-3. COMMITTED piece by piece: each rank commits the slices that it has written. When all slices of
-   the generation are in, the page becomes visible: PUBLISHED. If the key has a page by then, the
-   newcomer has lost: its slot is freed (at once if all its slices are committed, else when its
-   lease ends, since another rank may still be writing to it).
+3. COMMITTED slice by slice, by each rank; with the last one of the generation PUBLISHED: it can be
+   found. If the key has a page by then, the newcomer's slot is freed (at once if all its slices are
+   committed, else when its lease ends, since another rank may still be writing to it).
 4. A lease that ends frees what it held after a further grace time.
 5. EVICTED: unfindable at once, FREE again after the grace time. A reader that is slower than that
    reads another generation: a miss.
 
-Space moves by whole segments, each of one `Share`: what one tenant has of one namespace. `grow`
-adds one within the capacity budget (CREATING until `grown`); an emptied segment is handed out by
-`sweep` for deletion after the grace time and leaves the budget only when `shrunk` says that its
-file is gone.
-A page is of the share whose slot it was stored in; lookups do not ask whose it is. What a tenant or
-a namespace may have is in its `Quota`: `quotas` has the rules.
+Space moves by whole segments, each of one `Share`, a tenant's part of a namespace. `grow` adds one
+within the budget (CREATING until `grown`); `sweep` hands an emptied one out for deletion after
+the grace time, and it leaves the budget when `shrunk` says that its file is gone. A page is of the
+share whose slot it is in; lookups do not ask whose. What may be had: `quotas`.
 
 Recency: the age of a page is the step (10 s) of its last use. What makes a page younger makes its
 ancestors at least as young, so "coldest first, at equal age the greatest chunk index first" evicts

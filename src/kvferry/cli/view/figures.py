@@ -83,8 +83,9 @@ def _of(look: StoreLook) -> Iterator[Any]:
         rows = [((s.namespace, s.model), getattr(s, field)) for s in look.namespaces]
         yield _family(name, rows)
     for name, field in _OF_TENANT.items():
-        values = [((tenant.name,), getattr(tenant, field)) for tenant in look.tenants]
-        yield _family(name, [row for row in values if row[1] is not None])
+        values = [(tenant.name, getattr(tenant, field)) for tenant in look.tenants]
+        rows = [((who,), look.capacity_bytes if v is None else v) for who, v in values]
+        yield _family(name, rows)
 
 
 def _family(name: str, rows: list[tuple[tuple[str, ...], float]]) -> Any:
