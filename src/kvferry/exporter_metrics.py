@@ -126,6 +126,12 @@ EXPORTER = (
         "Steady: a tenant wants more than its maximum.",
     ),
     counter(
+        "exporter_pages_lapsed",
+        "pages",
+        "Of the evictions, pages that nobody had used for their time to live.",
+        "None: `kvferry limit` set it.",
+    ),
+    counter(
         "exporter_quota_refusals",
         "requests",
         "Times the store did not grow for a tenant or namespace at its maximum, or since others are"

@@ -241,6 +241,13 @@ _SPACE = (
         "At a maximum: `kvferry limit` with a higher one, if the store has room.",
     ),
     counter(
+        "pages_lapsed",
+        "pages",
+        "Of the evictions, pages that nobody had used for the time to live of their tenant, their"
+        " namespace or the store.",
+        "None: `kvferry limit` set it.",
+    ),
+    counter(
         "quota_refusals",
         "requests",
         "Times the store did not grow for this engine since its tenant or namespace has its"

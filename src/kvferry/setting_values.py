@@ -8,6 +8,7 @@ from typing import Any
 from kvferry.errors import ConfigError
 
 SIZE_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "PiB": 1 << 50}
+DURATION_UNITS = {"": 1, "s": 1, "min": 60, "h": 3600, "d": 86_400}
 
 
 def parse_size(name: str, text: str) -> int:
@@ -22,6 +23,14 @@ def parse_size(name: str, text: str) -> int:
     return (
         int(float(number) * SIZE_UNITS[unit]) if "." in number else int(number) * SIZE_UNITS[unit]
     )
+
+
+def parse_duration_s(name: str, text: str) -> float:
+    """ "36h" to seconds. Units: s, min, h, d, or none."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2] not in DURATION_UNITS:
+        raise wrong(name, text, 'a number of seconds, or a time such as "36h" (s, min, h, d)')
+    return float(match[1]) * DURATION_UNITS[match[2]]
 
 
 def wrong(

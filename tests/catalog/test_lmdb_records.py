@@ -14,11 +14,11 @@ from kvferry.layout import Address
 from kvferry.testing.catalog import CAPACITY_BYTES, SEGMENT_BYTES, STORE, A, Driver, chain
 from kvferry.testing.clock import ManualClock
 
-META = records.Meta(b"c" * 16, b"s" * 16, 3, 4, b"b" * 16, 0.5, 1.5, 5, 6, 7, *range(8, 16))
+META = records.Meta(b"c" * 16, b"s" * 16, 3, 4, b"b" * 16, 0.5, 1.5, 5, 6, 7, *range(8, 17))
 SPACE = records.SpaceRow(1, Space(b"n" * 32, 2, 3, 4, 5, "text"), 1.0, Recall(0.5, 8, 9))
 RESERVED = records.ReservedRow(b"g" * 16, 2.0, b"k" * 32, 0b101)
 PAGE = records.PageRow(1, 2, b"g" * 16, 3, 4, b"p" * 32, 5)
-QUOTA = QuotaRow(1, 2, 0.5)
+QUOTA = QuotaRow(1, 2, 0.5, 1.5)
 TIMER = records.Timer(2.0, records.GRACE, 1, 2)
 HEAT = SegmentHeat(9, Share(b"n" * 32, b"t" * 16), SegmentState.EMPTIED, 1.0, 2, 3, 4, 5, 6)
 
@@ -28,7 +28,7 @@ GOLDEN = {
         "00000003" + "63" * 16 + "73" * 16 + "00" * 7 + "03" + "00" * 7 + "04" + "62" * 16
         # offset, last, next segment, next space, next share, counters
         + "3fe0000000000000" + "3ff8000000000000" + "00000005" + "00000006" + "00000007"
-        + "".join(f"{count:016x}" for count in range(8, 16)),
+        + "".join(f"{count:016x}" for count in range(8, 17)),
     ),
     "space": (
         SPACE.pack(),
@@ -46,7 +46,10 @@ GOLDEN = {
         PAGE.pack(),
         "01000000" "02000000" + "67" * 16 + "03000000" "04000000" + "70" * 32 + "05",
     ),
-    "quota": (records.pack_quota(QUOTA), "00000001" "00000002" "3fe0000000000000"),
+    "quota": (
+        records.pack_quota(QUOTA),
+        "00000001" "00000002" "3fe0000000000000" "3ff8000000000000",
+    ),
     "timer": (TIMER.pack(), "4000000000000000" "02" "00000001" "00000002"),
     "free": (records.free_key(7, Address(1, 2)), "00000007" "00000001" "00000002"),
     "cold": (

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("kvferry._native", reason="posix pages need the native extension")
 from typer.testing import CliRunner
 
-from kvferry.catalog.base import NO_MAXIMUM, Refused
+from kvferry.catalog.base import EVERYBODY, NO_MAXIMUM, Refused
 from kvferry.catalog.lmdb import LmdbCatalog
 from kvferry.catalog.memory import MemoryCatalog
 from kvferry.cli.main import app
@@ -60,6 +60,17 @@ def test_what_is_not_said_stays(filled):
     assert quotas(filled.catalog) == {MINE: (0, 12)}
 
 
+def test_a_time_to_live_is_of_one_or_of_all(filled):
+    filled.say("limit", "--ttl", "36h")
+    filled.say("limit", "--tenant", "team", "--ttl", "90", "--maximum", "1MiB")
+    rows = filled.catalog.snapshot().quotas
+    assert rows[EVERYBODY] == (0, NO_MAXIMUM, 36 * 3600.0, 0.0)
+    assert rows[TEAM] == (0, 4, 90.0, 0.0)
+    filled.say("limit", "--remove")
+    filled.say("limit", "--tenant", "team", "--ttl", "0")
+    assert filled.catalog.snapshot().quotas == {TEAM: (0, 4, 0.0, 0.0)}
+
+
 def test_a_new_catalog_is_told_by_whoever_opens_the_store(filled):
     """The limits are the store's; a catalog that was lost does not take them with it."""
     filled.say("limit", "--tenant", "team", "--guaranteed", "1MiB")
@@ -87,11 +98,13 @@ def test_guarantees_that_the_store_does_not_have_are_refused(filled):
         ("--tenant", "team", "--maximum", "100KiB"),
         ("--tenant", "team", "--maximum", "1MiB", "--guaranteed", "2MiB"),
         ("--tenant", "team", "--maximum", "much"),
+        ("--ttl", "1 week"),
         ("--namespace", "00112233", "--maximum", "1MiB"),
     ],
 )
 def test_what_makes_no_limit_changes_nothing(filled, arguments):
-    assert "maximum" in refused(filled, *arguments) or "--" in refused(filled, *arguments)
+    message = refused(filled, *arguments)
+    assert "maximum" in message or "--" in message or "ttl" in message
     assert not (filled.root / LIMITS).exists()
 
 

@@ -78,6 +78,10 @@ DEFAULT_POLICY = Policy.ADAPTIVE
 
 NO_TENANT = bytes(16)
 NO_MAXIMUM = 2**32 - 1
+EVERYBODY = b"*"
+"""Owner of a quota that only has a `ttl_s`."""
+LAPSED_MAX = 1024
+"""Pages that one sweep evicts at most since their time to live is over."""
 
 
 class Share(NamedTuple):
@@ -97,11 +101,13 @@ class Want(NamedTuple):
 
 class Quota(NamedTuple):
     """What a tenant (16 bytes) or a namespace (32 bytes) gets, in segments: at least
-    `guaranteed_count` if it wants them, never more than `maximum_count`."""
+    `guaranteed_count` if it wants them, never more than `maximum_count`. `ttl_s`: sweeps evict its
+    pages that were not used for so long; 0: they do not."""
 
     owner: bytes
     guaranteed_count: int = 0
     maximum_count: int = NO_MAXIMUM
+    ttl_s: float = 0.0
 
 
 class Refused(Enum):
@@ -180,12 +186,13 @@ class HotPage(NamedTuple):
 class Swept:
     """What a sweep found and did. The caller deletes the segments and says `shrunk` of each.
     `quota_evicted_count`: of the evicted, those that the budget alone would have kept or taken from
-    another."""
+    another; `lapsed_count`: those whose time to live was over."""
 
     expired_count: int
     evicted_count: int
     deletable_segments: tuple[int, ...]
     quota_evicted_count: int = 0
+    lapsed_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +224,7 @@ class ShareStats:
 @dataclass(frozen=True, slots=True)
 class CatalogStats:
     """All figures at one moment. Counters count since the catalog was created. `shares` in order;
-    `quota_refused_count`: of `grow`; `quota_evicted_count`: see `Swept`."""
+    `quota_refused_count`: of `grow`; `quota_evicted_count`, `lapsed_count`: see `Swept`."""
 
     capacity_bytes: int
     segment_bytes: int
@@ -232,6 +239,7 @@ class CatalogStats:
     shares: tuple[ShareStats, ...] = ()
     quota_refused_count: int = 0
     quota_evicted_count: int = 0
+    lapsed_count: int = 0
 
 
 class Catalog(Protocol):
@@ -285,15 +293,15 @@ class Catalog(Protocol):
         many were there."""
 
     def sweep(self, wanted: Sequence[Want] = (), can_grow: bool = True) -> Swept:
-        """Ends leases and grace times, then makes room: `wanted` says in which shares how many
-        slots should become free. Where FREE, graced and growable slots do not reach that, it
-        evicts until they reach an eighth more: the coldest of the pages that would go first in
-        their shares decides; if it is of the wanting share, pages are evicted one by one, else the
-        segment of its share with the lowest mean age is emptied. At equal age the share with the
-        most segments gives. Idle segments of other shares (no page, no reservation) go before any
-        page. All that within the quotas; what is above its maximum gives way in any case.
-        `can_grow` False: the disk has less than the budget, so what the budget has left is no
-        room."""
+        """Ends leases and grace times, evicts what has outlived its `ttl_s`, then makes room:
+        `wanted` says in which shares how many slots should become free. Where FREE, graced and
+        growable slots do not reach that, it evicts until they reach an eighth more: the coldest of
+        the pages that would go first in their shares decides; if it is of the wanting share, pages
+        are evicted one by one, else the segment of its share with the lowest mean age is emptied.
+        At equal age the share with the most segments gives. Idle segments of other shares (no
+        page, no reservation) go before any page. All that within the quotas; what is above its
+        maximum gives way in any case. `can_grow` False: the disk has less than the budget, so what
+        the budget has left is no room."""
 
     def grow(self, namespace: bytes, tenant: bytes = NO_TENANT) -> int | Refused:
         """The number of a new segment of a share in state CREATING. One that is not `grown` within

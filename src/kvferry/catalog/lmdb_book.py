@@ -62,7 +62,7 @@ from kvferry.catalog.lmdb_spaces import LmdbSpaces
 from kvferry.catalog.lookup_counts import Counts
 from kvferry.catalog.quotas import Ledger, QuotaRow
 from kvferry.catalog.snapshot import SegmentState
-from kvferry.catalog.sweeping import SegmentHeat, make_room
+from kvferry.catalog.sweeping import SegmentHeat, lapse, make_room
 from kvferry.errors import ExhaustedError
 from kvferry.layout import Address
 
@@ -371,11 +371,14 @@ class LmdbBook:
         expired_count = self._end_timers()
         self._end_creations()
         self._forget_spaces()
+        lapsed_count = lapse(self, self._now_s)
         quota_count = make_room(self, self._now_s, self._segments_max(), wanted, can_grow)
         self._counts["expired_count"] += expired_count
         self._counts["quota_evicted_count"] += quota_count
+        self._counts["lapsed_count"] += lapsed_count
         evicted_count = self._counts["evicted_count"] - evicted_before_count
-        return Swept(expired_count, evicted_count, tuple(self._deletable()), quota_count)
+        deletable = tuple(self._deletable())
+        return Swept(expired_count, evicted_count, deletable, quota_count, lapsed_count)
 
     def _end_timers(self) -> int:
         """Ends leases and grace times that are over; returns how many leases."""
@@ -438,13 +441,27 @@ class LmdbBook:
         head = self._coldest(share)
         return head and head.age
 
+    def lapse(self, share: Share, age_max: int, count_max: int) -> int:
+        number, count = self._spaces.share(share), 0
+        while count < count_max and (head := self._eviction.oldest(number)):
+            if head.age > age_max:
+                break
+            self._evict_at(share.namespace, head.address)
+            count += 1
+        return count
+
     def evict_coldest(self, share: Share) -> None:
-        address, namespace = self._coldest(share).address, share.namespace
+        key, uses = self._evict_at(share.namespace, self._coldest(share).address)
+        row = self._spaces.get(share.namespace)
+        self._spaces.learn(self._eviction.remember(row, key, uses))
+
+    def _evict_at(self, namespace: bytes, address: Address) -> tuple[bytes, int]:
+        """Returns the page's key and uses."""
         key = unpack_published(self._tables.slots.get(address_key(address)))
         page = self._page(namespace, key)
         self._remove_page(namespace, key, page)
         self._start_grace(address, self._now_s + self._grace_s)
-        self._spaces.learn(self._eviction.remember(self._spaces.get(namespace), key, page.uses))
+        return key, page.uses
 
     def _coldest(self, share: Share) -> Head | None:
         row, number = self._spaces.get(share.namespace), self._spaces.share(share)

@@ -23,9 +23,15 @@ class LmdbEviction:
 
     def coldest(self, row: SpaceRow, share: int, age: int) -> Head | None:
         """The page of a share of a namespace that goes first at the step `age`."""
+        return victim(self._policy, self._heads(share), age, row.recall.reach)
+
+    def oldest(self, share: int) -> Head | None:
+        """The page of a share that was not used for longest."""
+        return victim(Policy.LRU, self._heads(share), 0, 0.0)
+
+    def _heads(self, share: int) -> list[Head | None]:
         found = [self._tables.cold.first(class_key(share, use)) for use in range(CLASS_COUNT)]
-        heads = [pair and unpack_cold(pair[0]) for pair in found]
-        return victim(self._policy, heads, age, row.recall.reach)
+        return [pair and unpack_cold(pair[0]) for pair in found]
 
     def remember(self, row: SpaceRow, key: bytes, uses: int) -> SpaceRow:
         """After a page was evicted to make room."""

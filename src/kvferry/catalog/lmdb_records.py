@@ -56,10 +56,10 @@ TABLES = (
 LEASE = 1
 GRACE = 2
 
-_META = struct.Struct(">I16s16sQQ16sddIIIQQQQQQQQ")
+_META = struct.Struct(">I16s16sQQ16sddIIIQQQQQQQQQ")
 _SPACE = struct.Struct(">IIQIIddII")
 _SEGMENT = struct.Struct(">32s16sBdIIIIQ")
-_QUOTA = struct.Struct(">IId")
+_QUOTA = struct.Struct(">IIdd")
 _RESERVED = struct.Struct(">c16sd32s")
 _PUBLISHED = struct.Struct(">c32s")
 _PAGE = struct.Struct("<II16sII32sB")
@@ -103,6 +103,7 @@ class Meta(NamedTuple):
     evicted_count: int = 0
     quota_refused_count: int = 0
     quota_evicted_count: int = 0
+    lapsed_count: int = 0
 
     def pack(self) -> bytes:
         return _META.pack(FORMAT_VERSION, *self)
@@ -250,6 +251,7 @@ def catalog_stats(
         shares=share_stats(heats, spaces),
         quota_refused_count=meta.quota_refused_count,
         quota_evicted_count=meta.quota_evicted_count,
+        lapsed_count=meta.lapsed_count,
     )
 
 

@@ -43,7 +43,7 @@ from kvferry.catalog.snapshot import (
     SegmentState,
     Snapshot,
 )
-from kvferry.catalog.sweeping import SegmentHeat, make_room, share_stats, space_stats
+from kvferry.catalog.sweeping import SegmentHeat, lapse, make_room, share_stats, space_stats
 from kvferry.clock import Clock
 from kvferry.errors import ExhaustedError
 from kvferry.layout import Address
@@ -310,10 +310,13 @@ class MemoryBook:
         self._end_creations()
         self._forget_spaces()
         now_s = self._clock.now_s()
+        lapsed_count = lapse(self, now_s)
         quota_count = make_room(self, now_s, self._segments_max(), wanted, can_grow)
         self._counts["quota_evicted"] += quota_count
+        self._counts["lapsed"] += lapsed_count
         evicted_count = self._counts["evicted"] - evicted_before_count
-        return Swept(expired_count, evicted_count, self._deletable(), quota_count)
+        deletable = self._deletable()
+        return Swept(expired_count, evicted_count, deletable, quota_count, lapsed_count)
 
     def _end_leases(self) -> int:
         now_s = self._clock.now_s()
@@ -391,6 +394,16 @@ class MemoryBook:
         head = self._coldest(share)
         return head and head.age
 
+    def lapse(self, share: Share, age_max: int, count_max: int) -> int:
+        old = sorted(
+            (page.age, -page.chunk_index, page.address, key)
+            for key, page in self._pages_of(share.namespace)
+            if self._share(page.address) == share and page.age <= age_max
+        )
+        for *_, key in old[:count_max]:
+            self._evict(share.namespace, key, self._pages[share.namespace, key].generation)
+        return min(len(old), count_max)
+
     def evict_coldest(self, share: Share) -> None:
         address, namespace = self._coldest(share).address, share.namespace
         pages = self._pages_of(namespace)
@@ -444,6 +457,7 @@ class MemoryBook:
             shares=share_stats(heats, list(self._spaces.values())),
             quota_refused_count=self._counts[Refused.QUOTA.value],
             quota_evicted_count=self._counts["quota_evicted"],
+            lapsed_count=self._counts["lapsed"],
         )
 
     def hottest(self, namespace: bytes, count: int) -> list[HotPage]:

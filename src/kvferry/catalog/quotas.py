@@ -12,11 +12,12 @@ Both owners of a share count: its namespace and its tenant. Who has no quota is 
 and has no maximum.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from kvferry.catalog.base import NO_MAXIMUM, Quota, Refused, Share
+from kvferry.catalog.base import EVERYBODY, NO_MAXIMUM, Quota, Refused, Share
 
 
 class QuotaRow(NamedTuple):
@@ -24,17 +25,22 @@ class QuotaRow(NamedTuple):
 
     guaranteed_count: int = 0
     maximum_count: int = NO_MAXIMUM
+    ttl_s: float = 0.0
     claimed_until_s: float = 0.0
 
 
 def renewed(rows: Mapping[bytes, QuotaRow], quotas: Sequence[Quota]) -> dict[bytes, QuotaRow]:
     """The rows of these quotas, in place of those before; claims stand."""
     return {
-        owner: rows.get(owner, QuotaRow())._replace(
-            guaranteed_count=guaranteed_count, maximum_count=maximum_count
-        )
-        for owner, guaranteed_count, maximum_count in quotas
+        owner: QuotaRow(*given, rows.get(owner, QuotaRow()).claimed_until_s)
+        for owner, *given in quotas
     }
+
+
+def ttl_s(rows: Mapping[bytes, QuotaRow], share: Share) -> float:
+    """The shortest time to live that its owners or the store say; infinite: none does."""
+    said = (rows[owner].ttl_s for owner in (*share, EVERYBODY) if owner in rows)
+    return min(filter(None, said), default=math.inf)
 
 
 class Ledger:

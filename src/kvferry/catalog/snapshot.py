@@ -70,7 +70,7 @@ class Snapshot:
     graced: dict[Address, float]
     pages: dict[tuple[bytes, bytes], PageEntry]
     recalls: dict[bytes, tuple[float, int, int]]
-    quotas: dict[bytes, tuple[int, int, float]] = field(default_factory=dict)
+    quotas: dict[bytes, tuple[int, int, float, float]] = field(default_factory=dict)
 
 
 def check_invariants(snapshot: Snapshot) -> list[str]:

@@ -17,8 +17,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvferry.catalog.base import CREATION_S, Share, ShareStats, Space, SpaceStats, Want
-from kvferry.catalog.quotas import Ledger, QuotaRow
+from kvferry.catalog.base import (
+    AGE_STEP_S,
+    CREATION_S,
+    LAPSED_MAX,
+    Share,
+    ShareStats,
+    Space,
+    SpaceStats,
+    Want,
+)
+from kvferry.catalog.quotas import Ledger, QuotaRow, ttl_s
 from kvferry.catalog.snapshot import SegmentEntry, SegmentState
 
 HIGH_MARK_PART = 8
@@ -67,6 +76,9 @@ class Book(Protocol):
     def coldest_age(self, share: Share) -> int | None:
         """Age of the page that goes first; None: there is none."""
 
+    def lapse(self, share: Share, age_max: int, count_max: int) -> int:
+        """Evicts pages of this age or older, the oldest first. Returns how many."""
+
     def evict_coldest(self, share: Share) -> None:
         """Evicts the page that goes first by the policy (`eviction`)."""
 
@@ -78,6 +90,19 @@ class Book(Protocol):
 
     def claim(self, owner: bytes, until_s: float) -> None:
         """Notes it in the owner's row."""
+
+
+def lapse(book: Book, now_s: float) -> int:
+    """Evicts pages that nobody used for their time to live. Returns how many."""
+    rows, lapsed_count = book.quotas(), 0
+    if not any(row.ttl_s for row in rows.values()):
+        return 0
+    for share in sorted(_sizes(book.heats())):
+        unused_s = now_s - ttl_s(rows, share)
+        if unused_s > 0:
+            age_max = int(unused_s // AGE_STEP_S) - 1
+            lapsed_count += book.lapse(share, age_max, LAPSED_MAX - lapsed_count)
+    return lapsed_count
 
 
 def make_room(

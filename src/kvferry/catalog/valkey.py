@@ -265,9 +265,9 @@ class ValkeyCatalog:
 
     def sweep(self, wanted: Sequence[Want] = (), can_grow: bool = True) -> Swept:
         said = self._write("sweep", records.pack_wanted(wanted), b"1" if can_grow else b"0")
-        expired_count, evicted_count, quota_count = records.SWEPT.unpack_from(said, 1)
+        expired_count, evicted_count, *why = records.SWEPT.unpack_from(said, 1)
         numbers = records.unpack_numbers(said[1 + records.SWEPT.size :])
-        return Swept(expired_count, evicted_count, numbers, quota_count)
+        return Swept(expired_count, evicted_count, numbers, *why)
 
     def grow(self, namespace: bytes, tenant: bytes = NO_TENANT) -> int | Refused:
         said = self._write("grow", namespace, tenant, once=True, namespace=namespace)[1:]

@@ -38,7 +38,7 @@ NUMBER = struct.Struct("<I")
 LEASE = struct.Struct("<d")
 SLOT = struct.Struct("<II16s")
 ADOPTED = struct.Struct("<IB")
-SWEPT = struct.Struct("<III")
+SWEPT = struct.Struct("<IIII")
 SIZES = struct.Struct(">IdII")
 
 _RULES = struct.Struct("<dB")
@@ -47,11 +47,11 @@ _HOT_PAGE = struct.Struct("<32s32sII")
 _COMMIT = struct.Struct("<32s32sIII16sii")
 _FOUND = struct.Struct("<32s32sII16s")
 _WANTED = struct.Struct("<32sI16s")
-_TOLD = struct.Struct("<B32sII")
+_TOLD = struct.Struct("<B32sIId")
 _SPACE = struct.Struct(">IIdII")
 _TOTALS = struct.Struct(">IIIIIII")
 _LEARNED = struct.Struct(">dII")
-_QUOTA = struct.Struct(">IId")
+_QUOTA = struct.Struct(">IIdd")
 _SEGMENT = struct.Struct(">II32s16sBdIIIId")
 _PAGE = struct.Struct("<II16sII32sB")
 _RESERVED = struct.Struct("<c16sd32s")
@@ -176,6 +176,7 @@ def read_stats(
         ),
         quota_refused_count=quota[0],
         quota_evicted_count=quota[1],
+        lapsed_count=quota[2],
     )
 
 
@@ -209,7 +210,7 @@ class Audit:
     def __init__(self) -> None:
         self.last_segment = -1
         self._recalls: dict[bytes, tuple[float, int, int]] = {}
-        self._quotas: dict[bytes, tuple[int, int, float]] = {}
+        self._quotas: dict[bytes, tuple[int, int, float, float]] = {}
         self._segments: dict[int, SegmentEntry] = {}
         self._free: set[Address] = set()
         self._reserved: dict[Address, ReservedEntry] = {}

@@ -40,6 +40,7 @@ class CatalogStatus(msgspec.Struct, frozen=True):
     evicted: int
     quota_refused: int
     quota_evicted: int
+    lapsed: int
     namespaces: list[SpaceStatus]
     tenants: list[TenantStatus]
 
@@ -103,6 +104,7 @@ def _catalog_status(url: str, stats: CatalogStats, tenants: list[TenantStatus]) 
         stats.evicted_count,
         stats.quota_refused_count,
         stats.quota_evicted_count,
+        stats.lapsed_count,
         [_space_status(space) for space in stats.spaces],
         tenants,
     )
@@ -140,7 +142,7 @@ def _print(report: StoreStatus) -> None:
         output.print_table(columns, [_tenant_row(tenant) for tenant in catalog.tenants])
         print(
             f"for quotas: {catalog.quota_evicted} pages evicted, {catalog.quota_refused} times no"
-            " new segment"
+            f" new segment; {catalog.lapsed} pages lapsed"
         )
 
 

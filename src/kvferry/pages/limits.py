@@ -20,17 +20,21 @@ VERSION = 1  # 1: the first
 
 
 class Limit(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Of one tenant, by name, or of one namespace, by its 64 hex digits. `maximum_bytes` None:
-    none but the capacity."""
+    """Of one tenant, by name, or of one namespace, by its 64 hex digits; neither: of everybody,
+    who has a `ttl_s` alone. `maximum_bytes` None: none but the capacity. `ttl_s`: pages that were
+    not used for so long are evicted; 0: they are not."""
 
     tenant: str | None = None
     namespace: str | None = None
     guaranteed_bytes: int = 0
     maximum_bytes: int | None = None
+    ttl_s: float = 0.0
 
     @property
     def owner(self) -> str:
         """For messages."""
+        if self.tenant is None and self.namespace is None:
+            return "everybody"
         return (
             f"tenant {self.tenant!r}" if self.namespace is None else f"namespace {self.namespace}"
         )

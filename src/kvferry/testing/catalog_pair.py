@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvferry.catalog.base import (
     DEFAULT_POLICY,
+    EVERYBODY,
     NO_TENANT,
     Catalog,
     Commit,
@@ -44,8 +45,8 @@ TENANTS = (NO_TENANT, b"t" * 16, b"u" * 16)
 QUOTAS = (
     (),
     (Quota(TENANTS[1], 2),),
-    (Quota(TENANTS[1], 2, 2), Quota(TENANTS[2], 1)),
-    (Quota(SPACES[0].namespace, 1, 3), Quota(TENANTS[1], 1), Quota(TENANTS[2], 0, 1)),
+    (Quota(TENANTS[1], 2, 2, 30.0), Quota(TENANTS[2], 1), Quota(EVERYBODY, ttl_s=600.0)),
+    (Quota(SPACES[0].namespace, 1, 3), Quota(TENANTS[1], 1), Quota(TENANTS[2], 0, 1, 5.0)),
     (Quota(SPACES[1].namespace, 0, 2), Quota(TENANTS[0], 2), Quota(SPACES[2].namespace, 1)),
 )
 ADVANCES_S = (0.25, 5.0, 10.0, 31.0, 61.0, 700.0, 90_000.0)
@@ -177,7 +178,7 @@ class Pair:
         ]
         before = self._catalogs[1].snapshot()
         swept = self._both("sweep", named, can_grow)
-        assert pushed_below(before, self._catalogs[1].snapshot(), named) == []
+        assert pushed_below(before, self._catalogs[1].snapshot(), named, swept) == []
         for number in swept.deletable_segments[::2]:  # whoever should delete the others died
             self._both("shrunk", number)
 

@@ -4,6 +4,7 @@
 from kvferry.catalog.base import (
     AGE_STEP_S,
     CREATION_S,
+    EVERYBODY,
     GRACE_S,
     NO_TENANT,
     Commit,
@@ -235,6 +236,33 @@ class CatalogQuotasSuite(CatalogFixtures):
         driver.clock.advance(GRACE_S)
         self.collect(driver, A, T, 0)
 
+    # Time to live.
+
+    def test_what_was_not_used_for_so_long_goes(self, driver, catalog, clock):
+        catalog.set_quotas([Quota(T, ttl_s=3 * AGE_STEP_S)])
+        self.full(driver, 1, 1)
+        clock.advance(AGE_STEP_S)
+        assert catalog.sweep().lapsed_count == 0
+        clock.advance(AGE_STEP_S)
+        catalog.touch(A.namespace, chain(T.hex(), 2))
+        clock.advance(AGE_STEP_S)
+        swept = catalog.sweep()
+        assert (swept.lapsed_count, swept.evicted_count, swept.quota_evicted_count) == (2, 2, 0)
+        assert driver.present(chain(T.hex(), 4)) == [True, True, False, False]
+        assert (self.left(driver, U), catalog.stats().lapsed_count) == (4, 2)
+        assert catalog.snapshot().recalls[A.namespace][1:] == (0, 0), "it teaches nothing"
+
+    def test_the_shortest_time_counts(self, driver, catalog, clock):
+        catalog.set_quotas(
+            [Quota(EVERYBODY, ttl_s=5 * AGE_STEP_S), Quota(A.namespace, ttl_s=900.0), Quota(U)]
+        )
+        self.full(driver, 1, 1)
+        clock.advance(4 * AGE_STEP_S)
+        assert catalog.sweep().lapsed_count == 4
+        assert (self.left(driver, T), self.left(driver, U)) == (0, 4)
+        clock.advance(AGE_STEP_S)
+        assert catalog.sweep().lapsed_count == 4
+
     # What is set.
 
     def test_quotas_are_replaced_by_the_next(self, driver, catalog):
@@ -248,10 +276,10 @@ class CatalogQuotasSuite(CatalogFixtures):
         catalog.set_quotas([Quota(T, 2, 3)])
         self.full(driver, 1, 3)
         catalog.sweep([Want(A.namespace, 1, T)])
-        catalog.set_quotas([Quota(T, 2, 4)])
+        catalog.set_quotas([Quota(T, 2, 4, 600.0), Quota(EVERYBODY, ttl_s=900.0)])
         before = catalog.snapshot().quotas
-        assert before[T][:2] == (2, 4)
-        assert before[T][2] > 0.0, "the claim stands"
+        assert before[T][:3] == (2, 4, 600.0)
+        assert before[T][3] > 0.0, "the claim stands"
         catalog.close()
         again.open(STORE, CAPACITY_BYTES, SEGMENT_BYTES)
         assert again.snapshot().quotas == before

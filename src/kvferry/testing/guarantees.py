@@ -2,20 +2,25 @@
 
 from collections.abc import Sequence
 
-from kvferry.catalog.base import Want
+from kvferry.catalog.base import Swept, Want
 from kvferry.catalog.snapshot import SegmentEntry, SegmentState, Snapshot
 
 
-def pushed_below(before: Snapshot, after: Snapshot, wanted: Sequence[Want]) -> list[bytes]:
+def pushed_below(
+    before: Snapshot, after: Snapshot, wanted: Sequence[Want], swept: Swept
+) -> list[bytes]:
     """Owners that lost a segment with pages to others and have less than they are guaranteed. Idle
-    segments do not count, nor what somebody above its maximum gives up."""
-    if any(_count(before, o) > maximum for o, (_, maximum, _) in before.quotas.items()):
+    segments do not count, nor what somebody above its maximum gives up. Says nothing where pages
+    lapsed: which segments were idle then, the snapshots do not tell."""
+    if swept.lapsed_count or any(
+        _count(before, o) > maximum for o, (_, maximum, *_) in before.quotas.items()
+    ):
         return []
     used = {page.address.segment for page in before.pages.values()}
     wanting = {owner for want in wanted for owner in (want.namespace, want.tenant)}
     return [
         owner
-        for owner, (guaranteed_count, _, _) in before.quotas.items()
+        for owner, (guaranteed_count, *_) in before.quotas.items()
         if owner not in wanting and _is_below(before, after, owner, guaranteed_count, used)
     ]
 

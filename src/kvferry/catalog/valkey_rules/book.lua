@@ -6,6 +6,7 @@
 local AGE_STEP_S, CREATION_S = 10, 60
 local USES_MAX, CLASS_COUNT, REACH_FIRST = 15, 4, 0.5
 local SPACE_IDLE_S, ATTACH_STEP_S = 86400, 3600 -- as in catalog/base.py
+local LAPSED_MAX = 1024
 local CHUNKS = 2 ^ 24 -- of a score: age * CHUNKS + how far the chunk is from the greatest index
 local CREATING, READY, EMPTIED = 1, 2, 3
 local LEASE, GRACE = 1, 2
@@ -39,7 +40,7 @@ function Book.open(root, catalog_id, grace_s, is_adaptive)
     next_space = tonumber(found[7]),
     next_share = tonumber(found[8]),
     counts = { published = 0, duplicate = 0, expired = 0, evicted = 0, lookup = 0, hit = 0,
-      quota_refused = 0, quota_evicted = 0 },
+      quota_refused = 0, quota_evicted = 0, lapsed = 0 },
     lookups = {},
     spaces = {},
     shares = {},

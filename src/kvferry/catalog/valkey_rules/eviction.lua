@@ -40,6 +40,19 @@ function Book:coldest(share)
   return best_head
 end
 
+-- The page that was not used for longest, or nil.
+function Book:oldest(share)
+  local best, best_head
+  for class = 0, CLASS_COUNT - 1 do
+    local head = self:head(share, class)
+    local rank = head and { head.age, head.coldness, head.member }
+    if rank and (not best or is_lower(rank, best)) then
+      best, best_head = rank, head
+    end
+  end
+  return best_head
+end
+
 function Book:ghosts(space)
   space.ghost_table = space.ghost_table or self:table(Hash, 'ghosts:' .. space.number)
   return space.ghost_table

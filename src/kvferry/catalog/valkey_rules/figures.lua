@@ -44,7 +44,7 @@ end
 -- share its name and sums.
 function Readers.stats(root)
   local meta = call('HMGET', root, 'capacity_bytes', 'segment_bytes', 'lookup', 'hit', 'published',
-    'duplicate', 'expired', 'evicted', 'quota_refused', 'quota_evicted')
+    'duplicate', 'expired', 'evicted', 'quota_refused', 'quota_evicted', 'lapsed')
   local spaces = call('HGETALL', root .. ':spaces')
   for index = 2, #spaces, 2 do
     local namespace = spaces[index - 1]

@@ -54,7 +54,7 @@ local function open_records(keys, args)
     call('HSET', root, 'format', FORMAT, 'catalog_id', new_id, 'capacity_bytes', capacity_bytes,
       'segment_bytes', segment_bytes, 'offset_s', 0, 'last_s', 0, 'next_segment', 0,
       'next_space', 0, 'next_share', 0, 'lookup', 0, 'hit', 0, 'published', 0, 'duplicate', 0, 'expired', 0,
-      'evicted', 0, 'quota_refused', 0, 'quota_evicted', 0)
+      'evicted', 0, 'quota_refused', 0, 'quota_evicted', 0, 'lapsed', 0)
     return OK .. new_id
   end
   if found[1] ~= FORMAT then

@@ -1,14 +1,15 @@
 -- What tenants and namespaces may have, in whole segments: as catalog/quotas.py says it.
 
-local QUOTA, TOLD, TOLD_BYTES = '>I4I4d', '<Bc32I4I4', 41
+local QUOTA, TOLD, TOLD_BYTES = '>I4I4dd', '<Bc32I4I4d', 49
+local EVERYBODY = '*'
 local BUDGET, OVER_QUOTA = 'B', 'Q'
 
 -- By owner.
 function Book:quotas()
   local found, rows = self:table(Hash, 'quotas'), {}
   for _, owner in ipairs(found:fields()) do
-    local guaranteed, maximum, claimed_until_s = unpack_from(QUOTA, found:get(owner))
-    rows[owner] = { guaranteed = guaranteed, maximum = maximum,
+    local guaranteed, maximum, ttl_s, claimed_until_s = unpack_from(QUOTA, found:get(owner))
+    rows[owner] = { guaranteed = guaranteed, maximum = maximum, ttl_s = ttl_s,
       claimed_until_s = claimed_until_s }
   end
   return rows
@@ -16,7 +17,19 @@ end
 
 function Book:write_quota(owner, row)
   self:table(Hash, 'quotas'):put(owner,
-    pack(QUOTA, row.guaranteed, row.maximum, row.claimed_until_s))
+    pack(QUOTA, row.guaranteed, row.maximum, row.ttl_s, row.claimed_until_s))
+end
+
+-- The shortest time to live that the owners of a share or the store say; nil: none does.
+local function ttl_of(rows, share)
+  local shortest
+  for _, owner in ipairs({ share.space.namespace, share.tenant, EVERYBODY }) do
+    local said = rows[owner] and rows[owner].ttl_s or 0
+    if said > 0 and (not shortest or said < shortest) then
+      shortest = said
+    end
+  end
+  return shortest
 end
 
 local Ledger = {}

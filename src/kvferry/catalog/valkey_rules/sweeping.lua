@@ -8,11 +8,12 @@ function Verbs.sweep(book, packed, can_grow)
   local expired = book:end_timers()
   book:end_creations()
   book:forget_spaces()
+  book:lapse()
   book:make_room(packed, can_grow == '1')
   book.counts.expired = expired
   local deletable = book:deletable()
-  return OK .. pack('<I4I4I4', expired, book.counts.evicted - before, book.counts.quota_evicted)
-    .. table.concat(deletable)
+  return OK .. pack('<I4I4I4I4', expired, book.counts.evicted - before,
+    book.counts.quota_evicted, book.counts.lapsed) .. table.concat(deletable)
 end
 
 -- Ends leases and grace times that are over; returns how many leases.
@@ -157,6 +158,39 @@ local function coldest_first(segments, is_asked)
   return ready
 end
 
+-- Evicts pages that nobody used for their time to live, so many at most, share by share.
+function Book:lapse()
+  local rows, has_ttl = self:quotas(), false
+  for _, row in pairs(rows) do
+    has_ttl = has_ttl or row.ttl_s > 0
+  end
+  if not has_ttl then
+    return
+  end
+  local shares = {}
+  for _, share in ipairs(self:all_shares()) do
+    shares[#shares + 1] = { share.space.namespace, share.tenant, share = share }
+  end
+  table.sort(shares, is_lower)
+  for _, named in ipairs(shares) do
+    local ttl_s = named.share.ready > 0 and ttl_of(rows, named.share)
+    if ttl_s and self.now_s > ttl_s then
+      self:lapse_share(named.share, floor((self.now_s - ttl_s) / AGE_STEP_S) - 1)
+    end
+  end
+end
+
+function Book:lapse_share(share, age_max)
+  while self.counts.lapsed < LAPSED_MAX do
+    local head = self:oldest(share)
+    if not head or head.age > age_max then
+      break
+    end
+    self:evict_at(share, head.member)
+    self.counts.lapsed = self.counts.lapsed + 1
+  end
+end
+
 -- `wanted`: namespaces, how many slots each wants, and for which tenant.
 function Book:make_room(wanted, can_grow)
   local room_max = self:segments_max()
@@ -298,11 +332,17 @@ function Book:victim(ledger, wanting)
 end
 
 function Book:evict_coldest(share)
-  local number, slot = unpack_from(ADDRESS, self:coldest(share).member)
-  local space, key = share.space, self:keys(self:segment(number)):get(slot)
-  local page = self:page(space, key)
-  self:evict_page(space, key, page)
+  local key, uses = self:evict_at(share, self:coldest(share).member)
   if self.is_adaptive then
-    self:remember(space, key, page.uses)
+    self:remember(share.space, key, uses)
   end
+end
+
+-- `member`: an address. Returns the page's key and uses.
+function Book:evict_at(share, member)
+  local number, slot = unpack_from(ADDRESS, member)
+  local key = self:keys(self:segment(number)):get(slot)
+  local page = self:page(share.space, key)
+  self:evict_page(share.space, key, page)
+  return key, page.uses
 end

@@ -299,13 +299,14 @@ function Verbs.adopt(book, namespace, tenant, packed)
   return OK .. pack('<I4B', taken, 1)
 end
 
--- For each owner the length of its name, its name, what it is guaranteed and its maximum.
+-- For each owner the length of its name, its name, what it is guaranteed, its maximum, its pages'
+-- time to live.
 function Verbs.set_quotas(book, packed)
   local known, told = book:quotas(), {}
   for _, piece in ipairs(pieces(packed, TOLD_BYTES)) do
-    local length, name, guaranteed, maximum = unpack_from(TOLD, piece)
+    local length, name, guaranteed, maximum, ttl_s = unpack_from(TOLD, piece)
     local owner = sub(name, 1, length)
-    told[owner] = { guaranteed = guaranteed, maximum = maximum,
+    told[owner] = { guaranteed = guaranteed, maximum = maximum, ttl_s = ttl_s,
       claimed_until_s = known[owner] and known[owner].claimed_until_s or 0 }
   end
   for owner in pairs(known) do

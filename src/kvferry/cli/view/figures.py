@@ -26,6 +26,7 @@ _OF_STORE = {
     "reservations_expired_total": "expired",
     "quota_evictions_total": "quota_evicted",
     "quota_refusals_total": "quota_refused",
+    "pages_lapsed_total": "lapsed",
 }
 """Metric, and the field of `StoreLook`; the next: of `SpaceLook`, of `TenantStatus`."""
 _OF_NAMESPACE = {

@@ -68,6 +68,7 @@ class StoreLook(msgspec.Struct, frozen=True):
     hit_chunks: int
     quota_refused: int
     quota_evicted: int
+    lapsed: int
     namespaces: list[SpaceLook]
     tenants: list[TenantStatus]
     prefixes: list[Prefix]
@@ -115,6 +116,7 @@ class StoreWatch:
             hit_chunks=stats.hit_key_count,
             quota_refused=stats.quota_refused_count,
             quota_evicted=stats.quota_evicted_count,
+            lapsed=stats.lapsed_count,
             namespaces=list(map(_space_look, stats.spaces)),
             tenants=tenants_of(stats, read_limits(root), facts),
             prefixes=prefixes,

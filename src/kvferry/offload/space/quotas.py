@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvferry.catalog.base import NO_MAXIMUM, Catalog, Quota
+from kvferry.catalog.base import EVERYBODY, NO_MAXIMUM, Catalog, Quota
 from kvferry.keys import tenant_id
 from kvferry.pages.base import StoreFacts
 from kvferry.pages.limits import Limit, read_limits, segment_counts
@@ -25,11 +25,12 @@ def _quota(limit: Limit, facts: StoreFacts) -> Quota:
         owner_of(limit),
         guaranteed_count,
         NO_MAXIMUM if maximum_count is None else maximum_count,
+        limit.ttl_s,
     )
 
 
 def owner_of(limit: Limit) -> bytes:
-    """The tenant's or the namespace's id."""
+    """The tenant's or the namespace's id, or `EVERYBODY`."""
     if limit.namespace is not None:
         return bytes.fromhex(limit.namespace)
-    return tenant_id(limit.tenant or "")
+    return EVERYBODY if limit.tenant is None else tenant_id(limit.tenant)

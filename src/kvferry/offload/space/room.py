@@ -186,6 +186,7 @@ class Room:
         swept = self._catalog.sweep(wants, not self._growth.is_full)
         self._metrics.count("kvferry_evictions_total", swept.evicted_count)
         self._metrics.count("kvferry_quota_evictions_total", swept.quota_evicted_count)
+        self._metrics.count("kvferry_pages_lapsed_total", swept.lapsed_count)
         self._metrics.count("kvferry_reservations_expired_total", swept.expired_count)
         for segment in swept.deletable_segments:
             if not is_gone(self._pages, segment):

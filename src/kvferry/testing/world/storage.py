@@ -159,7 +159,7 @@ class WatchedCatalog(SharedCatalog):
     def sweep(self, wanted: Sequence[Want] = (), can_grow: bool = True) -> Swept:
         before = self.snapshot()
         swept = super().__getattr__("sweep")(wanted, can_grow)
-        self.wronged += pushed_below(before, self.snapshot(), wanted)
+        self.wronged += pushed_below(before, self.snapshot(), wanted, swept)
         return swept
 
 
