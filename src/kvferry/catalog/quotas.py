@@ -8,16 +8,22 @@
    others before its own pages go; and while it wants (a minute after each sweep), nobody who has
    got its own guarantee grows into what it is still to get.
 
+4. Where there are quotas, a share wants room for a quarter of what it could have at most: engines
+   hold slots ready by the capacity, and that would push out all that a small tenant has stored.
+
 Both owners of a share count: its namespace and its tenant. Who has no quota is guaranteed nothing
 and has no maximum.
 """
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from kvferry.catalog.base import EVERYBODY, NO_MAXIMUM, Quota, Refused, Share
+
+WANTED_PART = 4
 
 
 class QuotaRow(NamedTuple):
@@ -79,6 +85,17 @@ class Ledger:
         for owner in owners:
             spare = min(spare, self._rows[owner].maximum_count - self._held[owner])
         return max(0, spare)
+
+    def slots_max(self, share: Share, slot_count: int) -> int:
+        """For how many slots a share may want room. `slot_count`: in a segment."""
+        if not self._rows:
+            return sys.maxsize
+        owners = self._owners(share)
+        kept = sum(
+            min(self._held[o], r.guaranteed_count) for o, r in self._rows.items() if o not in owners
+        )
+        tops = (self._rows[owner].maximum_count for owner in owners)
+        return max(1, max(1, min([self.room_max - kept, *tops])) * slot_count // WANTED_PART)
 
     def may_give(self, source: Share, share: Share) -> bool:
         """Whether `source` may lose a segment with pages to `share`, and that is of use."""

@@ -149,10 +149,13 @@ def _make_room_for(book: Book, ledger: Ledger, want: Want, now_s: float) -> int:
     share = Share(want.namespace, want.tenant)
     slot_count = book.slots_per_segment(share.namespace)
     heats = book.heats()
-    missing = want.count - sum(h.soon_free_count for h in heats if h.share == share)
-    if slot_count is None or missing <= 0:
+    if slot_count is None:
         return 0
-    missing += want.count // HIGH_MARK_PART
+    count = min(want.count, ledger.slots_max(share, slot_count))
+    missing = count - sum(h.soon_free_count for h in heats if h.share == share)
+    if missing <= 0:
+        return 0
+    missing += count // HIGH_MARK_PART
     for owner in ledger.below(share):
         ledger.claim(owner, now_s + CREATION_S)
         book.claim(owner, now_s + CREATION_S)

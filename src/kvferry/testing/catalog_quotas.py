@@ -143,6 +143,19 @@ class CatalogQuotasSuite(CatalogFixtures):
         assert (self.left(driver, T), self.left(driver, U)) == (8, 3), "T's are older, and stay"
         assert catalog.stats().quota_evicted_count == 1
 
+    def test_what_is_held_ready_does_not_push_out_all_that_a_small_tenant_has(
+        self, driver, catalog
+    ):
+        """Engines want slots by the capacity: half a store would be emptied for them."""
+        catalog.set_quotas([Quota(T, 0, 2)])
+        self.full(driver, 2, 2)
+        assert catalog.sweep([Want(A.namespace, 8, T)]).evicted_count == 2
+        catalog.set_quotas([Quota(U, 2)])
+        driver.clock.advance(GRACE_S)
+        catalog.sweep()
+        driver.reserve(2, A, tenant=T)
+        assert catalog.sweep([Want(A.namespace, 8, T)]).evicted_count == 2, "U keeps its half"
+
     def test_a_tenant_at_its_maximum_moves_room_between_its_models(self, driver, catalog, clock):
         catalog.set_quotas([Quota(T, 0, 2)])
         driver.grow(A, 2, T)

@@ -2,6 +2,7 @@
 
 local QUOTA, TOLD, TOLD_BYTES = '>I4I4dd', '<Bc32I4I4d', 49
 local EVERYBODY = '*'
+local WANTED_PART = 4
 local BUDGET, OVER_QUOTA = 'B', 'Q'
 
 -- By owner.
@@ -108,6 +109,23 @@ function Ledger:spare(share)
     end
   end
   return math.max(0, spare)
+end
+
+-- For how many slots a share may want room: catalog/quotas.py says why.
+function Ledger:slots_max(share)
+  if not self.has_rows then
+    return math.huge
+  end
+  local top = self.room_max
+  for owner, row in pairs(self.rows) do
+    if owner ~= share.space.namespace and owner ~= share.tenant then
+      top = top - math.min(self:count(owner), row.guaranteed)
+    end
+  end
+  for _, owner in ipairs(self:owners(share)) do
+    top = math.min(top, self.rows[owner].maximum)
+  end
+  return math.max(1, floor(math.max(1, top) * share.space.slot_count / WANTED_PART))
 end
 
 function Ledger:may_give(source, share)

@@ -252,6 +252,7 @@ end
 
 function Book:make_room_for(ledger, space, tenant, count)
   local share = self:share(space, tenant) or { space = space, tenant = tenant, soon_free = 0 }
+  count = math.min(count, ledger:slots_max(share))
   local missing = count - share.soon_free
   if missing <= 0 then
     return
