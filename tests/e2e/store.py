@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.catalog.base import SpaceStats
+from kvferry.catalog.base import CatalogStats, SpaceStats
 from kvferry.cli.opened import open_store
 from kvferry.config import Config, decode
 from kvferry.device.staging import Staging
@@ -101,12 +101,14 @@ class Store:
     def _config(self) -> Config:
         return decode({"pages": f"posix://{self.pages}", "catalog": self.catalog_url})
 
-    def _spaces(self) -> tuple[SpaceStats, ...]:
-        if not self.pages.exists():
-            return ()
+    def stats(self) -> CatalogStats:
+        """What the catalog says. There is one."""
         with open_store(self._config()) as opened:
             assert opened.catalog is not None
-            return opened.catalog.stats().spaces
+            return opened.catalog.stats()
+
+    def _spaces(self) -> tuple[SpaceStats, ...]:
+        return self.stats().spaces if self.pages.exists() else ()
 
     def _wait(self, what: str, look: Callable[[], int], is_enough: Callable[[int], bool]) -> None:
         give_up_s = time.monotonic() + PATIENCE_S
