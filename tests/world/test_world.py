@@ -313,8 +313,8 @@ class Jam(Sibling):
 
 @pytest.fixture
 def jammed(monkeypatch):
-    def narrow(chance, model):
-        setup = shape.draw_setup(chance, model)
+    def narrow(chance, model, tenant):
+        setup = shape.draw_setup(chance, model, tenant)
         changes = {"takes_loaded_first": False, "is_sibling_first": True, "tp": 1}
         return replace(setup, block_count=25 * len(model.groups), **changes)
 
