@@ -19,7 +19,7 @@ from kvferry.clock import SystemClock
 from kvferry.config import split_url
 from kvferry.errors import ConfigError, IncompatibleError, UnavailableError
 from kvferry.pages.facts import Asked
-from kvferry.pages.open import open_url
+from kvferry.pages.open import open_roots, open_url
 from kvferry.pages.owner import StoreOwnership
 from kvferry.pages.segments import read_superblock
 from kvferry.testing.clock import ManualClock
@@ -51,6 +51,32 @@ def test_a_store_that_is_not_there_is_not_made(tmp_path):
     with pytest.raises(UnavailableError, match="no store"), open_store(store_config(str(tmp_path))):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def roots(root, tmp_path):
+    """The same store, with a second root."""
+    names = [str(root), str(tmp_path / "more")]
+    urls = [f"posix://{name}" for name in names]
+    open_roots(urls, SystemClock(), Asked(capacity_bytes=CAPACITY_BYTES)).close()
+    return names
+
+
+def test_a_root_that_is_not_named_is_missed(roots):
+    """`check --fix` would drop all pages that lie there."""
+    with (
+        pytest.raises(ConfigError, match=f"name it as {roots[0]},{roots[1]}"),
+        open_store(store_config(roots[0])),
+    ):
+        pass
+
+
+def test_looking_makes_no_root(roots, tmp_path):
+    with open_store(store_config(",".join([*roots, str(tmp_path / "typo")]))) as store:
+        assert store.pages.out_count() == 1
+    assert not (tmp_path / "typo").exists()
+    with open_store(store_config(",".join(roots))) as store:
+        assert store.pages.out_count() == 0
 
 
 def test_memory_is_refused():

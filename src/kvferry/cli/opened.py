@@ -14,10 +14,14 @@ from kvferry.errors import ConfigError, UnavailableError
 from kvferry.pages import open as pages_open
 from kvferry.pages.base import PageStore, StoreFacts
 from kvferry.pages.facts import Asked
-from kvferry.pages.segments import Superblock, read_superblock
+from kvferry.pages.segments import Superblock, known_roots, read_superblock
 from kvferry.server_url import is_server, shown
 
 PREFIX_DIGITS_MIN = 8
+NO_CATALOG = (
+    "no catalog on this host: no engine here has used the store as this user, or the engines name"
+    " one: give it with --catalog"
+)
 
 
 @dataclass(frozen=True)
@@ -58,11 +62,14 @@ def existing_root(config: Config) -> tuple[Path, Superblock]:
 def open_store(config: Config, *, may_make: bool = False) -> Iterator[OpenedStore]:
     """Opens pages and, where there is one, catalog; closes both. `may_make`: makes the catalog
     where there is none. Raises kvferry's errors."""
-    facts = existing_root(config)[1].facts()
+    home, superblock = existing_root(config)
+    facts = superblock.facts()
+    _require_all_roots(home, config)
     pages = pages_open.open_roots(
         config.roots,
         SystemClock(),
         Asked(),
+        is_guest=True,
         direct_io=config.direct_io,
         write_thread_count=1,
         usrbio_library=config.usrbio_library,
@@ -75,6 +82,16 @@ def open_store(config: Config, *, may_make: bool = False) -> Iterator[OpenedStor
         if catalog is not None:
             catalog.close()
         pages.close()
+
+
+def _require_all_roots(home: Path, config: Config) -> None:
+    """Pages on a root that is not named would be taken for lost. Raises ConfigError."""
+    named = [str(pages_open.require_path(url)) for url in config.roots]
+    missing = sorted(known_roots(home).difference(named))
+    if missing:
+        raise ConfigError(
+            "cli.roots", f"the store has more roots: name it as {','.join([*named, *missing])}"
+        )
 
 
 def open_catalog(config: Config, facts: StoreFacts, *, may_make: bool = False) -> Catalog | None:

@@ -7,7 +7,7 @@ import msgspec
 
 from kvferry.catalog.base import CatalogStats, SpaceStats
 from kvferry.cli import options, output
-from kvferry.cli.opened import OpenedStore, existing_root, open_store
+from kvferry.cli.opened import NO_CATALOG, OpenedStore, existing_root, open_store
 from kvferry.cli.output import size_text
 from kvferry.cli.tenants import NO_NAME, TenantStatus, tenants_of
 from kvferry.pages.limits import Limit, read_limits
@@ -126,7 +126,7 @@ def _print(report: StoreStatus) -> None:
     used, capacity = size_text(report.used_bytes), size_text(report.capacity_bytes)
     print(f"store {report.store_id}: {used} of {capacity}")
     if report.catalog is None:
-        print("no catalog on this host: no engine here has used the store yet")
+        print(NO_CATALOG)
         return
     catalog = report.catalog
     rate = "none looked up" if catalog.hit_rate is None else f"{catalog.hit_rate:.1%} of lookups"

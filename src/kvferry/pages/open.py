@@ -23,9 +23,11 @@ FORMS = {
 _CLASSES = {"posix": "PosixPages", "usrbio": "UsrbioPages"}
 
 
-def open_roots(urls: Sequence[str], clock: Clock, asked: Asked, **options: Any) -> PageStore:
+def open_roots(
+    urls: Sequence[str], clock: Clock, asked: Asked, *, is_guest: bool = False, **options: Any
+) -> PageStore:
     """The store over these roots, the home first, open; one of them: as `open_url`, which says the
-    options and the errors."""
+    options and the errors. `is_guest`: makes no root, and remembers none."""
     if len(urls) == 1:
         return open_url(urls[0], clock, asked, **options)
 
@@ -39,14 +41,15 @@ def open_roots(urls: Sequence[str], clock: Clock, asked: Asked, **options: Any) 
                 facts.alignment_bytes,
                 facts.segment_bytes,
                 store_id=facts.store_id,
-                may_create=str(require_path(url)) not in known,
+                may_create=not is_guest and str(require_path(url)) not in known,
             )
             made.append((url, _make(url, clock, further, **options)))
         return made
 
     store = SpreadPages((urls[0], _make(urls[0], clock, asked, **options)), others, clock)
     store.open()
-    remember_roots(home, [str(require_path(url)) for url in store.names()[1:]], clock)
+    if not is_guest:
+        remember_roots(home, [str(require_path(url)) for url in store.names()[1:]], clock)
     return store
 
 

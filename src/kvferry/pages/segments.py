@@ -87,7 +87,7 @@ class SegmentFiles:
             if not self._asked.may_create and read_superblock(self._root) is None:
                 raise UnavailableError(
                     "pages.root",
-                    f"{self._root} was a root of the store and is empty: is it mounted?",
+                    f"{self._root} is no root of the store now: is it mounted?",
                 )
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._is_sparse = self._is_sparse or mounts.is_on_3fs(self._root)

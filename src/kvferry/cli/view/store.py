@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvferry.catalog.base import HOTTEST_MAX, Catalog, HotPage, SpaceStats
-from kvferry.cli.opened import existing_root, open_catalog
+from kvferry.cli.opened import NO_CATALOG, existing_root, open_catalog
 from kvferry.cli.status import model_name
 from kvferry.cli.tenants import TenantStatus, tenants_of
 from kvferry.clock import Clock
@@ -92,9 +92,7 @@ class StoreWatch:
             self._census = Census(root, self._clock)
         catalog = open_catalog(self._config, facts)
         if catalog is None:
-            raise UnavailableError(
-                "cli.no_catalog", "no catalog on this host: no engine here has used the store yet"
-            )
+            raise UnavailableError("cli.no_catalog", NO_CATALOG)
         try:
             stats = catalog.stats()
             prefixes = [prefix for space in stats.spaces for prefix in self._hot(catalog, space)]
