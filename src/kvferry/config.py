@@ -434,6 +434,8 @@ def _check_catalog(url: str) -> None:
 def _check_url(name: str, url: str, schemes: tuple[str, ...]) -> None:
     scheme, path = split_url(url)
     forms = ", ".join(_URL_FORMS.get(known, f"{known}:///path") for known in schemes)
+    if url.startswith("/"):
+        raise wrong(name, url, f"a URL, such as {schemes[0]}://{url}")
     if scheme not in schemes:
         raise wrong(name, url, forms, scheme, schemes)
     if scheme == "memory":

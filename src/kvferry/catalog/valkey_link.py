@@ -152,7 +152,8 @@ class Link:
             raise UnavailableError(LOST, f"{self.name}: {error}") from None
         except _DENIED as error:
             raise UnavailableError(
-                DENIED, f"{self.name} refuses this user or password: {error}"
+                DENIED,
+                f"{self.name} refuses this user or password (KVFERRY_CATALOG_PASSWORD): {error}",
             ) from None
 
     def _refused(self, error: ResponseError) -> UnavailableError:

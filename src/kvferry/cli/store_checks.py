@@ -51,8 +51,9 @@ def check_store(config: Config) -> Iterator[Finding]:
         further = nearest_folder(Path(split_url(url).path).resolve())
         yield _check_file_system(further)
         yield from check_rights(further, config.direct_io)
-    yield _check_catalog_folder(config, superblock)
-    if superblock is not None:
+    catalog = _check_catalog_folder(config, superblock)
+    yield catalog
+    if superblock is not None and catalog.state is not State.FAILED:
         yield _check_opens(config)
 
 

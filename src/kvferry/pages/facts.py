@@ -60,7 +60,8 @@ def decide(asked: Asked, store_id: bytes) -> StoreFacts:
         raise ConfigError(
             "pages.segment_bytes",
             f"capacity_bytes {capacity_bytes} must hold one segment: {segment_bytes} bytes, "
-            f"a multiple of alignment_bytes {alignment_bytes}",
+            f"a multiple of alignment_bytes {alignment_bytes}: raise capacity_bytes, or mend "
+            "segment_bytes",
         )
     return StoreFacts(asked.store_id or store_id, capacity_bytes, alignment_bytes, segment_bytes)
 
