@@ -85,7 +85,7 @@ class Planner:
         self._stores = StorePlanner(
             hasher, metrics, self._quarantine, config.store_deadline_s, self._announcer
         )
-        room = Room(catalog, pages, facts, growth, metrics)
+        room = Room(catalog, pages, facts, growth, clock, metrics)
         self._supply = Supply(config, clock, metrics, facts, runner, room, may_reserve)
         self._origins = Origins()
         self._weights_name = config.weights_id
