@@ -137,3 +137,25 @@ def test_who_does_not_say_what_to_clear_clears_nothing(filled, arguments):
     assert result.exit_code != 0
     assert "--namespace" in str(result.exception)
     assert (filled.found(MINE), filled.found(OTHER)) == (MINE_PAGES, OTHER_PAGES)
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_nothing_is_cleared_while_a_root_is_out(tmp_path, is_named):
+    """What is on it would come back with it."""
+    roots = [str(tmp_path / "a"), str(tmp_path / "b")]
+    pages = pages_open.open_roots(
+        [f"posix://{root}" for root in roots], CLOCK, Asked(1 << 22, 4096, 1 << 18)
+    )
+    facts = pages.open()
+    url = f"lmdb://{tmp_path}/catalog"
+    catalog = catalog_open.open_url(url, CLOCK)
+    catalog.open(facts.store_id, facts.capacity_bytes, facts.segment_bytes)
+    catalog.close()
+    pages.create_segment(0, MINE, GEOMETRY)
+    pages.close()
+    if is_named:
+        (tmp_path / "b").rename(tmp_path / "elsewhere")
+    named = ",".join(roots if is_named else roots[:1])
+    result = CliRunner().invoke(app, ["clear", named, "--catalog", url, "--all"])
+    assert "nothing is cleared" in str(result.exception)
+    assert len(list(tmp_path.glob("*/segments/*.seg"))) == 1

@@ -11,6 +11,7 @@ from kvferry.cli.catalog_rebuild import refuse_rival
 from kvferry.cli.opened import OpenedStore, existing_root, open_store
 from kvferry.clock import SystemClock
 from kvferry.errors import ConfigError, UnavailableError
+from kvferry.pages.base import PageStore
 
 PREFIX_DIGITS_MIN = 8
 
@@ -54,6 +55,7 @@ def clear(
                 " the folder while no engine uses it",
             )
         refuse_rival(root, store.catalog.catalog_id, SystemClock())
+        _require_all_roots(store.pages)
         report = examine(store, None if everything else namespace)
     if as_json:
         output.print_json(report)
@@ -62,6 +64,17 @@ def clear(
         f"{report.pages} pages in {report.segments} segments of {len(report.namespaces)} namespaces"
         f" removed: {output.size_text(report.freed_bytes)}"
     )
+
+
+def _require_all_roots(pages: PageStore) -> None:
+    """Raises UnavailableError where one is out: what is on it would come back with it."""
+    out_count = getattr(pages, "out_count", None)  # only where there are several
+    if out_count is not None and out_count():
+        raise UnavailableError(
+            "cli.roots_out",
+            "nothing is cleared: a root of the store is not named or not mounted, and what is on it"
+            " would come back with it",
+        )
 
 
 def examine(store: OpenedStore, prefix: str | None) -> ClearReport:
