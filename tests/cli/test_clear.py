@@ -5,13 +5,26 @@ import pytest
 pytest.importorskip("kvferry._native", reason="posix pages need the native extension")
 from typer.testing import CliRunner
 
+from kvferry.catalog import open as catalog_open
 from kvferry.catalog.base import Verdict
 from kvferry.cli.main import app
 from kvferry.metrics import Metrics
 from kvferry.offload.space.recovery import recover
+from kvferry.pages import open as pages_open
+from kvferry.pages.facts import Asked
 from kvferry.testing.staging import page_id
 from kvferry.testing.valkey import ServerProcess
-from tests.cli.stored import MINE, MINE_PAGES, OTHER, OTHER_PAGES, Filled
+from tests.cli.stored import (
+    CAPACITY_BYTES,
+    CLOCK,
+    GEOMETRY,
+    MINE,
+    MINE_PAGES,
+    OTHER,
+    OTHER_PAGES,
+    SEGMENT_BYTES,
+    Filled,
+)
 
 
 @pytest.fixture(params=["lmdb", "valkey"])
@@ -99,3 +112,27 @@ def test_who_does_not_say_what_to_clear_clears_nothing(filled, arguments):
     assert result.exit_code != 0
     assert "--namespace" in str(result.exception)
     assert (filled.found(MINE), filled.found(OTHER)) == (MINE_PAGES, OTHER_PAGES)
+
+
+@pytest.mark.parametrize(
+    ("is_named", "words"), [(True, "nothing is cleared"), (False, "the store has more roots")]
+)
+def test_nothing_is_cleared_while_a_root_is_out(tmp_path, is_named, words):
+    """What is on it would come back with it."""
+    roots = [str(tmp_path / "a"), str(tmp_path / "b")]
+    pages = pages_open.open_roots(
+        [f"posix://{root}" for root in roots], CLOCK, Asked(CAPACITY_BYTES, 4096, SEGMENT_BYTES)
+    )
+    facts = pages.open()
+    url = f"lmdb://{tmp_path}/catalog"
+    catalog = catalog_open.open_url(url, CLOCK)
+    catalog.open(facts.store_id, facts.capacity_bytes, facts.segment_bytes)
+    catalog.close()
+    pages.create_segment(0, MINE, GEOMETRY)
+    pages.close()
+    if is_named:
+        (tmp_path / "b").rename(tmp_path / "elsewhere")
+    named = ",".join(roots if is_named else roots[:1])
+    result = CliRunner().invoke(app, ["clear", named, "--catalog", url, "--all"])
+    assert words in str(result.exception)
+    assert len(list(tmp_path.glob("*/segments/*.seg"))) == 1

@@ -31,12 +31,13 @@ class Store:
 
     def __init__(self, folder: Path):
         self.pages = folder / "pages"
+        self.further: list[Path] = []  # roots
         self.catalog_url = f"lmdb://{folder / 'catalog'}"
 
     def settings(self, **extra: Any) -> dict[str, Any]:
         """`LLM` arguments of an engine that uses this store."""
         options = {
-            "pages": f"posix://{self.pages}",
+            "pages": self._roots,
             "catalog": self.catalog_url,
             "capacity_bytes": CAPACITY_BYTES,
             "chunk_tokens": CHUNK_TOKENS,
@@ -98,8 +99,12 @@ class Store:
         self._wait("slots", self.reserved_count, lambda found: found >= slot_count)
         engine.generate([[1]], max_tokens=1)
 
+    @property
+    def _roots(self) -> list[str]:
+        return [f"posix://{root}" for root in (self.pages, *self.further)]
+
     def _config(self) -> Config:
-        return decode({"pages": f"posix://{self.pages}", "catalog": self.catalog_url})
+        return decode({"pages": self._roots, "catalog": self.catalog_url})
 
     def stats(self) -> CatalogStats:
         """What the catalog says. There is one."""

@@ -13,9 +13,8 @@ FULL_CHUNK_TOKENS = 960
 @pytest.mark.slow
 def test_two_roots_are_one_store_and_either_may_be_missing(engine_a, engine_b, model, tmp_path):
     store, further = Store(tmp_path), tmp_path / "further"
-    settings = store.settings(
-        pages=[f"posix://{store.pages}", f"posix://{further}"], segment_bytes="1MiB"
-    )
+    store.further = [further]
+    settings = store.settings(segment_bytes="1MiB")
     prompt = prompts.tokens(PROMPT_TOKENS)
     engine_a.open(model("full"), **settings)
     store.make_ready(engine_a)

@@ -33,7 +33,7 @@ class Store:
         self.catalog.open(facts.store_id, facts.capacity_bytes, facts.segment_bytes)
         self.files = make_files(self.clock)
         growth = Growth(self.catalog, self.pages, self.files, self.clock, self.metrics, 0.0)
-        self.room = Room(self.catalog, self.pages, facts, growth, self.metrics)
+        self.room = Room(self.catalog, self.pages, facts, growth, self.clock, self.metrics)
 
     def reserve(self, count: int = 3):
         return self.room.reserve(PART, count, LEASE_S)

@@ -10,11 +10,12 @@ from kvferry.layout import Address
 from kvferry.metrics import Metrics
 from kvferry.offload.space.recovery import recover
 from kvferry.offload.space.room import space_of
-from kvferry.pages.facts import Asked
-from kvferry.pages.memory import Medium, MemoryPages
+from kvferry.pages.facts import Asked, segment_facts
+from kvferry.pages.memory import Medium, MemoryPages, Segment
 from kvferry.testing.clock import ManualClock
 from kvferry.testing.staging import Driver, page_id
 from tests.offload.parts import make_part
+from tests.pages.test_spread import SpreadPlace
 
 PART = make_part()
 
@@ -75,3 +76,24 @@ def test_a_segment_that_is_being_made_is_left_alone(pages):
     recover(catalog, pages, facts, Metrics())
 
     assert catalog.segments()[segment].state is SegmentState.CREATING
+
+
+def test_of_a_segment_that_is_there_twice_nothing_is_left():
+    """Its number was used again after the catalog was lost while a root was out."""
+    place = SpreadPlace((None, None))
+    pages = place.store()
+    facts = pages.open()
+    catalog = open_catalog(facts)
+    kept, twice = (grow(catalog, space_of(PART, facts)) for _ in range(2))
+    for number in (kept, twice):
+        pages.create_segment(number, PART.namespace, PART.geometry)
+    for other in place.places:
+        if twice not in other.medium.segments:
+            other.medium.segments[twice] = Segment(
+                segment_facts(facts, twice, b"o" * 32, PART.geometry)
+            )
+
+    assert recover(catalog, pages, facts, Metrics()).deleted_count == 1
+
+    assert set(catalog.segments()) == {kept}
+    assert [found.segment for found in pages.segments()] == [kept]

@@ -28,7 +28,9 @@ class Engine:
         self.metrics, self._catalog = Metrics(), store.catalog
         files = PromptRunner(store.clock)
         growth = Growth(store.catalog, store.pages, files, store.clock, self.metrics, 0.0)
-        self.room = Room(store.catalog, store.pages, store.facts, growth, self.metrics, tenant)
+        self.room = Room(
+            store.catalog, store.pages, store.facts, growth, store.clock, self.metrics, tenant
+        )
         self._name, self._stored_count = tenant, 0
 
     def store(self, count: int) -> int:

@@ -1,5 +1,7 @@
 """A store over several mounts must conform like one, and lose only what is on one that fails."""
 
+import shutil
+
 import pytest
 
 from kvferry.clock import SystemClock
@@ -16,6 +18,7 @@ from kvferry.testing.places import ASKED, MemoryPlace
 from kvferry.testing.staging import Driver, page_id
 
 ROOT_COUNT = 3
+GONE = ("open", "create_segment", "delete_segment", "has_segment", "segments", "used_bytes")
 
 
 class SpreadPlace:
@@ -65,7 +68,7 @@ class BrokenRoot:
         self.is_broken = self.is_silent = self.is_gone = False
 
     def __getattr__(self, name):
-        if self.is_gone and name in ("open", "has_segment", "segments", "used_bytes"):
+        if self.is_gone and name in GONE:
             raise UnavailableError("pages.io", "this root is gone")
         return getattr(self._store, name)
 
@@ -213,6 +216,49 @@ def test_what_was_deleted_elsewhere_is_absent_and_looked_for_anew(place):
     assert driver.read(page_id("0"), Address(0, 0)).result.outcome is Outcome.OK
 
 
+def test_a_root_that_fails_again_is_left_out_for_longer(place):
+    """Each time it is tried, stores are lost."""
+    store, driver = filled(place)
+    bad = place.holders(0)[0]
+    place.roots[bad].is_broken = True
+    for out_s in (spread.OUT_S, 2 * spread.OUT_S, 4 * spread.OUT_S):
+        while store.out_count() == 0:
+            driver.read(page_id("0"), Address(0, 0))
+        place.clock.advance(out_s - 1)
+        assert store.out_count() == 1
+        place.clock.advance(1)
+    place.roots[bad].is_broken = False
+    assert outcomes(driver) == [Outcome.OK] * 6
+    place.roots[bad].is_broken = True
+    while store.out_count() == 0:
+        driver.read(page_id("0"), Address(0, 0))
+    place.clock.advance(spread.OUT_S)
+    assert store.out_count() == 0
+
+
+def test_a_segment_of_a_root_that_is_out_cannot_be_asked_for_or_deleted(place):
+    store, driver = filled(place)
+    bad = place.holders(0)[0]
+    place.roots[bad].is_broken = True
+    while store.out_count() == 0:
+        driver.read(page_id("0"), Address(0, 0))
+    for verb in (store.has_segment, store.delete_segment):
+        with pytest.raises(UnavailableError):
+            verb(0)
+    assert place.holders(0) == [bad]
+    other = next(s for s in range(6) if place.holders(s) != [bad])
+    assert store.has_segment(other)
+
+
+def test_a_number_that_was_used_twice_is_listed_twice_and_goes_from_both_roots(place):
+    store, _ = filled(place)
+    home, other = place.holders(0)[0], (place.holders(0)[0] + 1) % ROOT_COUNT
+    place.places[other].medium.segments[0] = place.places[home].medium.segments[0]
+    assert [facts.segment for facts in store.segments()].count(0) == 2
+    store.delete_segment(0)
+    assert place.holders(0) == []
+
+
 def test_a_batch_over_all_roots_has_each_result_once(place):
     _, driver = filled(place)
     extents = [driver.extent(page_id(str(s)), Address(s, 0), None, s) for s in range(4)]
@@ -256,4 +302,50 @@ def test_a_mount_that_is_missing_is_not_taken_for_a_new_root(tmp_path):
     (tmp_path / "elsewhere").rename(tmp_path / "b")
     store = opened(tmp_path, ["a", "b", "c", "d"])
     assert store.out_count() == 0
+    store.close()
+
+
+def test_a_root_that_is_not_named_is_out(tmp_path):
+    """Else whoever names fewer roots evicts, forgets and clears what is on the others."""
+    opened(tmp_path).close()
+    for names in (["a"], ["a", "c"]):
+        store = opened(tmp_path, names)
+        assert store.out_count() == 3 - len(names)
+        with pytest.raises(UnavailableError):
+            store.delete_segment(1)
+        read = Driver(store, GEOMETRY).read(page_id("a"), Address(1, 3))
+        assert read.result.outcome is Outcome.IO_ERROR
+        store.close()
+    (tmp_path / "link").symlink_to(tmp_path / "b")
+    store = opened(tmp_path, ["a", "link", "c"])
+    assert store.out_count() == 0
+    store.close()
+
+
+@pytest.mark.parametrize("names", [["a"], ["a", "b"]])
+@pytest.mark.parametrize("is_swapped", [False, True])
+def test_a_mount_that_goes_while_the_store_is_open_has_lost_nothing(tmp_path, names, is_swapped):
+    """Its pages were ABSENT, so engines evicted them; its segments counted as deleted."""
+    store = opened(tmp_path, names)
+    store.create_segment(1, NAMESPACE, GEOMETRY)
+    driver = Driver(store, GEOMETRY)
+    assert driver.write(page_id("a"), Address(1, 3)).outcome is Outcome.OK
+    (root,) = (tmp_path / n for n in names if (tmp_path / n / "segments/00000001.seg").exists())
+    root.rename(tmp_path / "elsewhere")
+    root.mkdir()
+    if is_swapped:
+        other = open_roots([f"posix://{root}"], SystemClock(), ASKED)
+        other.create_segment(1, NAMESPACE, GEOMETRY)
+        other.close()
+    assert driver.read(page_id("a"), Address(1, 3)).result.outcome is Outcome.IO_ERROR
+    assert driver.write(page_id("a"), Address(1, 3)).outcome is Outcome.IO_ERROR
+    with pytest.raises(UnavailableError):
+        store.delete_segment(1)
+    assert (root / "segments/00000001.seg").exists() == is_swapped
+    if is_swapped:
+        shutil.rmtree(root)
+    else:
+        root.rmdir()
+    (tmp_path / "elsewhere").rename(root)
+    assert driver.read(page_id("a"), Address(1, 3)).result.outcome is Outcome.OK
     store.close()

@@ -13,6 +13,7 @@ from kvferry.clock import SystemClock
 from kvferry.errors import ConfigError, UnavailableError
 from kvferry.keys import tenant_id
 from kvferry.offload.space.recovery import tenant_of
+from kvferry.pages.base import PageStore
 
 
 class ClearReport(msgspec.Struct, frozen=True):
@@ -57,6 +58,7 @@ def clear(
                 " the folder while no engine uses it",
             )
         refuse_rival(root, store.catalog.catalog_id, SystemClock())
+        _require_all_roots(store.pages)
         report = examine(
             store,
             None if namespace is None else named_namespace(store, namespace),
@@ -69,6 +71,17 @@ def clear(
         f"{report.pages} pages in {report.segments} segments of {len(report.namespaces)} namespaces"
         f" removed: {output.size_text(report.freed_bytes)}"
     )
+
+
+def _require_all_roots(pages: PageStore) -> None:
+    """Raises UnavailableError where one is out: what is on it would come back with it."""
+    out_count = getattr(pages, "out_count", None)  # only where there are several
+    if out_count is not None and out_count():
+        raise UnavailableError(
+            "cli.roots_out",
+            "nothing is cleared: a root of the store is not named or not mounted, and what is on it"
+            " would come back with it",
+        )
 
 
 def examine(

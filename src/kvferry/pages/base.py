@@ -166,6 +166,9 @@ class PageStore(Protocol):
     def delete_segment(self, segment: int) -> None:
         """Removes a segment and gives its space back. A segment that is not there is no error."""
 
+    def has_segment(self, segment: int) -> bool:
+        """Whether it is there. Raises UnavailableError where it may be and cannot be used now."""
+
     def segments(self) -> list[SegmentFacts]:
         """All segments with a valid header, by number."""
 

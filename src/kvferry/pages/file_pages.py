@@ -160,10 +160,7 @@ class FilePages:
         return self._segments.used_bytes()
 
     def has_segment(self, segment: int) -> bool:
-        """Whether there is a file of this number. Raises UnavailableError."""
-        path = self._segments.path(segment)
-        with files.system_errors("look for", path):
-            return path.exists()
+        return self._segments.has(segment)
 
     def available_bytes(self) -> int:
         """What the file system still has for this user. Raises UnavailableError."""

@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -12,8 +13,10 @@ from kvferry.errors import ConfigError
 from kvferry.pages.base import PageStore, StoreFacts
 from kvferry.pages.facts import Asked
 from kvferry.pages.memory import Medium, MemoryPages
-from kvferry.pages.segments import known_roots, remember_roots
+from kvferry.pages.segments import ROOTS, known_roots, remember_roots
 from kvferry.pages.spread import Root, SpreadPages
+
+log = logging.getLogger(__name__)
 
 FORMS = {
     "posix": "posix:///absolute/path",
@@ -26,12 +29,19 @@ _CLASSES = {"posix": "PosixPages", "usrbio": "UsrbioPages"}
 def open_roots(
     urls: Sequence[str], clock: Clock, asked: Asked, *, is_guest: bool = False, **options: Any
 ) -> PageStore:
-    """The store over these roots, the home first, open; one of them: as `open_url`, which says the
-    options and the errors. `is_guest`: makes no root, and remembers none."""
-    if len(urls) == 1:
-        return open_url(urls[0], clock, asked, **options)
-
+    """The store over these roots, the home first, open; options and errors: as `open_url`. A root
+    of the store that is not among them is out. `is_guest`: makes no root, and remembers none."""
     home = require_path(urls[0])
+    missing = _not_named(home, urls) if home is not None else []
+    if len(urls) == 1 and not missing:
+        return open_url(urls[0], clock, asked, **options)
+    for root in missing:
+        log.error(
+            "the root %s of the store is out: `pages` does not name it. If it is gone for good,"
+            " take it out of %s while no engine runs",
+            root,
+            home / ROOTS,
+        )
 
     def others(facts: StoreFacts) -> list[tuple[str, Root]]:
         known, made = known_roots(home), []
@@ -46,11 +56,18 @@ def open_roots(
             made.append((url, _make(url, clock, further, **options)))
         return made
 
-    store = SpreadPages((urls[0], _make(urls[0], clock, asked, **options)), others, clock)
+    first = urls[0], _make(urls[0], clock, asked, **options)
+    store = SpreadPages(first, others, clock, missing)
     store.open()
     if not is_guest:
         remember_roots(home, [str(require_path(url)) for url in store.names()[1:]], clock)
     return store
+
+
+def _not_named(home: Path, urls: Sequence[str]) -> list[str]:
+    """Further roots of the store, other than these."""
+    named = {require_path(url).resolve() for url in urls}
+    return sorted(root for root in known_roots(home) if Path(root).resolve() not in named)
 
 
 def open_url(url: str, clock: Clock, asked: Asked, **options: Any) -> PageStore:

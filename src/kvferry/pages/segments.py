@@ -11,6 +11,7 @@ Every file appears under its name only when it is complete. Files have mode 0600
 What is read here is checked: a segment without an intact header of this store does not exist.
 """
 
+import errno
 import logging
 import mmap
 import os
@@ -87,7 +88,8 @@ class SegmentFiles:
             if not self._asked.may_create and read_superblock(self._root) is None:
                 raise UnavailableError(
                     "pages.root",
-                    f"{self._root} is no root of the store now: is it mounted?",
+                    f"{self._root} is no root of the store now: is it mounted? If it is to begin"
+                    f" anew, take it out of {ROOTS} in the first root",
                 )
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._is_sparse = self._is_sparse or mounts.is_on_3fs(self._root)
@@ -107,6 +109,7 @@ class SegmentFiles:
         facts = segment_facts(self.facts, segment, namespace, geometry)
         target = self.path(segment)
         with files.system_errors("create", target):
+            self._require_root()
             found = self.read(segment)
             if found is Outcome.CORRUPT:
                 target.unlink(missing_ok=True)
@@ -125,6 +128,7 @@ class SegmentFiles:
         """Removes a segment. Its space is given back even while others hold the file open."""
         target = self.path(segment)
         with files.system_errors("delete", target):
+            self._require_root()
             try:
                 descriptor = os.open(target, os.O_WRONLY | os.O_CLOEXEC)
             except FileNotFoundError:
@@ -134,6 +138,15 @@ class SegmentFiles:
                 os.ftruncate(descriptor, 0)
             finally:
                 os.close(descriptor)
+
+    def has(self, segment: int) -> bool:
+        """Whether there is a file of this number. Raises UnavailableError if the root is gone."""
+        path = self.path(segment)
+        with files.system_errors("look for", path):
+            is_there = path.exists()
+            if not is_there:
+                self._require_root()
+        return is_there
 
     def all_facts(self) -> list[SegmentFacts]:
         """All segments with an intact header, by number."""
@@ -155,9 +168,12 @@ class SegmentFiles:
         try:
             descriptor = os.open(self.path(segment), flags | os.O_CLOEXEC)
         except FileNotFoundError:
+            self._require_root()
             return Outcome.ABSENT
         try:
             facts = self._inspect(_read_block(descriptor, 0), segment)
+            if facts is Outcome.FOREIGN:
+                self._require_root()
         except OSError:
             os.close(descriptor)
             raise
@@ -197,6 +213,16 @@ class SegmentFiles:
                         status.st_size if self._is_sparse else 512 * status.st_blocks
                     )
             return sum(taken_bytes.values())
+
+    def _require_root(self) -> None:
+        """Raises OSError if the folder is not the store's any more: its mount is gone, or another
+        one is there. What is not in it is not absent then, and nothing in it is ours."""
+        try:
+            superblock = read_superblock(self._root)
+        except ConfigError:
+            superblock = None
+        if superblock is None or superblock.facts().store_id != self.facts.store_id:
+            raise OSError(errno.ESTALE, "this is not the store's folder any more: is it mounted?")
 
     def _numbers(self) -> list[int]:
         names = (_SEGMENT_NAME.fullmatch(entry.name) for entry in os.scandir(self._segments))

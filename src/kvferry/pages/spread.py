@@ -3,8 +3,9 @@
 The first root is the store's home: it has the superblock that decides and the owner's word, and
 must open. Any other may be out: it did not open, its I/O fails again and again, or nothing comes
 back from it. Operations on a root that is out end at once as IO_ERROR, never ABSENT, which would
-have the page evicted for engines that can still read it; new segments go to other roots. After
-`OUT_S` a root that failed is tried again; one that did not open stays out until the process ends.
+have the page evicted for engines that can still read it; new segments go to other roots. A root
+that failed is tried again after a while (`OUT_S`); one that did not open stays out until the
+process ends.
 
 What this cannot help against is a root whose file system holds up `stat` or `open` themselves: the
 one thread that submits waits in it, and the engine computes everything itself meanwhile.
@@ -36,16 +37,14 @@ FAILURES_MAX = 8
 """After so many failed operations in a row a root is out."""
 HANG_S = 5.0
 """A root from which nothing has come back for so long, while something is out, is out as well."""
-OUT_S = 30.0
+OUT_S, OUT_MAX_S = 30.0, 600.0
+"""For how long it is out then: longer each time, until an operation succeeds."""
 TURN_S = 0.0005
 """How long one root is waited for while others are busy too."""
 
 
 class Root(PageStore, Protocol):
     """What a page store must know besides to be one of several. Any thread."""
-
-    def has_segment(self, segment: int) -> bool:
-        """Whether a segment of this number is here."""
 
     def available_bytes(self) -> int:
         """What its medium still has room for."""
@@ -70,6 +69,7 @@ class _Place:
     shares: dict[int, _Share] = field(default_factory=dict)
     failure_count: int = 0
     heard_s: float = 0.0
+    out_s: float = OUT_S
     out_until_s: float = -math.inf
 
     def is_out(self, now_s: float) -> bool:
@@ -90,29 +90,34 @@ class _Place:
         self.heard_s = now_s
         self.failure_count = self.failure_count + 1 if result.outcome is Outcome.IO_ERROR else 0
         if self.failure_count == FAILURES_MAX:
-            self.put_out(now_s + OUT_S, f"{FAILURES_MAX} operations in a row failed")
+            self.put_out(now_s, f"{FAILURES_MAX} operations in a row failed")
+        elif result.outcome is Outcome.OK:
+            self.out_s = OUT_S
         return replace(result, job=share.job, index=share.indices[result.index])
 
-    def put_out(self, until_s: float, reason: object) -> None:
+    def put_out(self, now_s: float, reason: object) -> None:
         log.error("the root %s is out, its pages are misses: %s", self.name, reason)
-        self.out_until_s, self.failure_count = until_s, 0
+        self.out_until_s, self.failure_count = now_s + self.out_s, 0
+        self.out_s = min(2 * self.out_s, OUT_MAX_S)
 
 
 class SpreadPages:
     """A `PageStore`. `make_others`: stores over the other roots by name, given what the home says,
-    not open. Threads as the contract says."""
+    not open. `lost`: names of further roots, which are out for good. Threads as the contract says.
+    """
 
     def __init__(
         self,
         home: tuple[str, Root],
         make_others: Callable[[StoreFacts], Sequence[tuple[str, Root]]],
         clock: Clock,
+        lost: Sequence[str] = (),
     ):
         self._home = _Place(*home)
         self._make_others = make_others
         self._clock = clock
         self._places = [self._home]
-        self._lost: list[str] = []
+        self._lost = list(lost)
         self._of: dict[int, _Place] = {}
         self._refused: list[Result] = []
         self._job = 0
@@ -218,24 +223,28 @@ class SpreadPages:
 
     def delete_segment(self, segment: int) -> None:
         """Raises UnavailableError if the segment may be on a root that is out."""
-        place = self._find(segment)
-        self._of.pop(segment, None)
-        if place is not None:
-            place.store.delete_segment(segment)
+        is_there, now_s = self._find_anew(segment) is not None, self._clock.now_s()
+        for place in self._places if is_there else ():
+            if not place.is_out(now_s) and _asked_whether(place, segment):
+                place.store.delete_segment(segment)
+
+    def has_segment(self, segment: int) -> bool:
+        return self._find_anew(segment) is not None
 
     def segments(self) -> list[SegmentFacts]:
-        """Those of roots that are out are not among them."""
-        found: dict[int, SegmentFacts] = {}
+        """Those of roots that are out are not among them. One that is on two roots, its number used
+        again while one of them was out, is there twice."""
+        found: list[SegmentFacts] = []
         for place in self._places:
             try:
                 here = place.store.segments()
             except UnavailableError as error:
-                place.put_out(self._clock.now_s() + OUT_S, error)
+                place.put_out(self._clock.now_s(), error)
                 continue
             for facts in here:
                 self._of.setdefault(facts.segment, place)
-                found.setdefault(facts.segment, facts)
-        return [found[number] for number in sorted(found)]
+                found.append(facts)
+        return sorted(found, key=lambda facts: facts.segment)
 
     def scan(self, segment: int) -> Iterator[FoundPage]:
         place = self._find(segment)
@@ -281,6 +290,10 @@ class SpreadPages:
                 self._of.pop(place.shares[result.job].segments[result.index], None)
         return [place.end(result, now_s) for result in results]
 
+    def _find_anew(self, segment: int) -> _Place | None:
+        self._of.pop(segment, None)
+        return self._find(segment)
+
     def _find(self, segment: int) -> _Place | None:
         """The root of a segment; None if it is on none. Raises UnavailableError if that cannot be
         known. `_of` is a hint that any thread may write."""
@@ -293,7 +306,7 @@ class SpreadPages:
             if place.is_out(now_s):
                 is_known = False
                 continue
-            has_it = _asked(lambda place=place: place.store.has_segment(segment))
+            has_it = _asked_whether(place, segment)
             if has_it:
                 self._of[segment] = place
                 return place
@@ -309,6 +322,10 @@ def _asked(question: Callable[[], int]) -> int | None:
         return question()
     except UnavailableError:
         return None
+
+
+def _asked_whether(place: _Place, segment: int) -> bool | None:
+    return _asked(lambda: place.store.has_segment(segment))
 
 
 def _room(place: _Place) -> int:

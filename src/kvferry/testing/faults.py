@@ -197,6 +197,9 @@ class FaultyPages:
         self._pass_if_alive()
         self.inner.delete_segment(segment)
 
+    def has_segment(self, segment: int) -> bool:
+        return self.inner.has_segment(segment)
+
     def segments(self) -> list[SegmentFacts]:
         self._pass_if_alive()
         return self.inner.segments()

@@ -308,6 +308,11 @@ class PageStoreSuite:
         assert store.segments() == []
         store.delete_segment(1)
 
+    def test_whether_a_segment_is_there_can_be_asked(self, store):
+        assert store.has_segment(1)
+        store.delete_segment(1)
+        assert not store.has_segment(1)
+
     def test_capacity_is_what_segments_take(self, store):
         for segment in range(1, 9):
             store.create_segment(segment, NAMESPACE, GEOMETRY)

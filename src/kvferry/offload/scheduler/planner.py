@@ -86,7 +86,7 @@ class Planner:
         self._stores = StorePlanner(
             hasher, metrics, self._quarantine, config.store_deadline_s, self._announcer
         )
-        room = Room(catalog, pages, facts, growth, metrics, tenant_id(config.tenant))
+        room = Room(catalog, pages, facts, growth, clock, metrics, tenant_id(config.tenant))
         self._supply = Supply(config, clock, metrics, facts, runner, room, may_reserve)
         self._origins = Origins()
         self._weights_name = config.weights_id

@@ -4,6 +4,7 @@ Runs on the runner thread before anything is reserved: after the catalog was los
 over, and as a cheap check at every start.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,10 +15,13 @@ from kvferry.errors import ExhaustedError, UnavailableError
 from kvferry.metrics import Metrics
 from kvferry.pages.base import FoundPage, PageStore, SegmentFacts, StoreFacts
 
+log = logging.getLogger(__name__)
+
 
 @dataclass
 class Recovered:
-    """What was done, in segments; `page_count`: pages that were taken over."""
+    """What was done, in segments; `page_count`: pages that were taken over. Deleted: there was no
+    room for it, or it was there twice."""
 
     known_count: int = 0
     adopted_count: int = 0
@@ -34,11 +38,12 @@ def recover(
     on_segment: Callable[[int, int], None] = lambda done_count, count: None,
 ) -> Recovered:
     """Adopts every segment of the store that the catalog does not know, deletes those for which
-    its budget has no room, and forgets those whose file is gone or says nothing of itself.
-    `on_segment`: told how many segments are done, of how many."""
+    its budget has no room, and forgets those whose file is gone or says nothing of itself. Of a
+    number that is there twice nobody knows which file is meant: both are deleted. `on_segment`:
+    told how many segments are done, of how many."""
     known = catalog.segments()
-    found = pages.segments()  # after `known`: what was READY then has a file now
     recovered = Recovered()
+    found = _single(pages, recovered)  # after `known`: what was READY then has a file now
     for index, segment in enumerate(found):
         on_segment(index, len(found))
         if segment.segment in known:
@@ -52,6 +57,17 @@ def recover(
             catalog.shrunk(number)
             recovered.forgotten_count += 1
     return recovered
+
+
+def _single(pages: PageStore, recovered: Recovered) -> list[SegmentFacts]:
+    """The segments that are there once; the others go."""
+    found = pages.segments()
+    counts = Counter(segment.segment for segment in found)
+    for number, count in counts.items():
+        if count > 1 and is_gone(pages, number):
+            log.warning("segment %d was there %d times: it is deleted", number, count)
+            recovered.deleted_count += 1
+    return [segment for segment in found if counts[segment.segment] == 1]
 
 
 def is_gone(pages: PageStore, number: int) -> bool:

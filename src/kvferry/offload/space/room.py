@@ -11,15 +11,18 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvferry.catalog.base import NO_TENANT, Catalog, Slot, Space, Want
+from kvferry.clock import Clock
 from kvferry.layout import Address
 from kvferry.metrics import Metrics
 from kvferry.offload.base import SLOT, Part
 from kvferry.offload.space.growth import Growth
 from kvferry.offload.space.recovery import is_gone
+from kvferry.offload.space.unusable import Unusable
 from kvferry.pages.base import PageStore, StoreFacts, slot_count
 
 SEGMENTS_PER_CALL_MAX = 8
-"""Bounds the time of one call: the rest comes with the next."""
+RESERVATIONS_PER_CALL_MAX = 8
+"""Bound the time of one call: the rest comes with the next."""
 
 
 class SlotPool:
@@ -151,6 +154,7 @@ class Room:
         pages: PageStore,
         facts: StoreFacts,
         growth: Growth,
+        clock: Clock,
         metrics: Metrics,
         tenant: bytes = NO_TENANT,
     ):
@@ -158,21 +162,34 @@ class Room:
         self._catalog = catalog
         self._pages = pages
         self._growth = growth
+        self._unusable = Unusable(catalog, pages, clock)
+        self._must_wait = False  # for segments that cannot be deleted now
         self._facts = facts
         self._metrics = metrics
 
     def reserve(self, part: Part, count: int, lease_s: float) -> Reserved:
         """Up to `count` slots; fewer if the store is full, and while segments are being made. What
         is short then, the next `collect` evicts for: this call never does."""
-        catalog, namespace = self._catalog, part.namespace
-        catalog.attach(space_of(part, self._facts))
+        namespace = part.namespace
+        self._catalog.attach(space_of(part, self._facts))
         self._growth.settle()
-        slots = catalog.reserve(namespace, count, lease_s, self._tenant)
+        slots = self._reserve(namespace, count, lease_s)
         for _ in range(SEGMENTS_PER_CALL_MAX):
             if len(slots) >= count or not self._growth.add(part, self._tenant):
                 break
-            slots += catalog.reserve(namespace, count - len(slots), lease_s, self._tenant)
+            slots += self._reserve(namespace, count - len(slots), lease_s)
         return Reserved(pack(slots), self._growth.is_making(namespace))
+
+    def _reserve(self, namespace: bytes, count: int, lease_s: float) -> list[Slot]:
+        """Only slots that can be written to."""
+        usable: list[Slot] = []
+        for _ in range(RESERVATIONS_PER_CALL_MAX):
+            wanted_count = count - len(usable)
+            slots = self._catalog.reserve(namespace, wanted_count, lease_s, self._tenant)
+            usable += self._unusable.sort_out(namespace, slots, lease_s)
+            if len(usable) == count or len(slots) < wanted_count:
+                break
+        return usable
 
     def give_back(self, namespace: bytes, packed: bytes) -> None:
         """Slots that were reserved and will not be used."""
@@ -182,15 +199,21 @@ class Room:
         """One sweep, and the deletion of the segments that it emptied. `wanted`: namespaces, and
         how many slots should become free."""
         self._growth.settle()
-        wants = [Want(namespace, count, self._tenant) for namespace, count in wanted]
-        swept = self._catalog.sweep(wants, not self._growth.is_full)
+        self._unusable.review()
+        wants = [
+            Want(of, count + self._unusable.free_count(of), self._tenant) for of, count in wanted
+        ]
+        can_grow = not (self._growth.is_full or self._must_wait)
+        swept = self._catalog.sweep(wants, can_grow)
         self._metrics.count("kvferry_evictions_total", swept.evicted_count)
         self._metrics.count("kvferry_quota_evictions_total", swept.quota_evicted_count)
         self._metrics.count("kvferry_pages_lapsed_total", swept.lapsed_count)
         self._metrics.count("kvferry_reservations_expired_total", swept.expired_count)
+        self._must_wait = False
         for segment in swept.deletable_segments:
             if not is_gone(self._pages, segment):
-                continue  # a later sweep says so again
+                self._must_wait = True  # a later sweep says so again
+                continue
             self._catalog.shrunk(segment)
             self._growth.freed()
             self._metrics.count("kvferry_segments_deleted_total")
