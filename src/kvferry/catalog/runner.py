@@ -18,6 +18,7 @@ answers: a full catalog is not a dead one.
 In tests nobody calls `start`: `step` runs one piece of work on the caller's thread.
 """
 
+import logging
 import threading
 from collections.abc import Callable
 from enum import Enum
@@ -29,6 +30,8 @@ from kvferry.errors import Error, InternalError, UnavailableError
 from kvferry.metrics import Metrics
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 class TicketState(Enum):
@@ -108,21 +111,25 @@ class _Breaker:
         return self._retry_at_s is not None and now_s < self._retry_at_s
 
     def succeed(self) -> None:
+        if not self.is_closed:
+            log.warning("the catalog answers again")
         self._failure_count = 0
         self._retry_at_s = None
         self._backoff_s = self._first_backoff_s
         self._metrics.set("kvferry_breaker_open", 0)
 
-    def fail(self, now_s: float) -> None:
+    def fail(self, now_s: float, error: Exception | None) -> None:
+        """`error` None: it was late."""
         self._failure_count += 1
         if self._failure_count >= self._failures_max or not self.is_closed:
-            self.open(now_s)
+            self.open(now_s, error)
 
-    def open(self, now_s: float) -> None:
+    def open(self, now_s: float, error: Exception | None = None) -> None:
         """Opens, or opens again after a probe that failed."""
         if self.refuses(now_s):
             return
         if self.is_closed:
+            log.warning("no cache until the catalog answers: %s", error or "a call is late")
             self._metrics.set("kvferry_breaker_open", 1)
             self._metrics.count("kvferry_breaker_openings_total")
         chance = int.from_bytes(self._clock.random_bytes(2), "big") / 65536
@@ -297,7 +304,7 @@ class Runner:
             now_s = self._clock.now_s()
             is_late = ticket.state(now_s) is TicketState.LATE
             if is_late or isinstance(error, OSError | InternalError):
-                self._breaker.fail(now_s)
+                self._breaker.fail(now_s, error)
             else:
                 self._breaker.succeed()
 

@@ -14,6 +14,8 @@ versions    all differences between vLLM's versions
 stats       counters, on their way to vLLM's metrics
 """
 
+import logging
+
 CONNECTOR = "FerryStoreConnector"
 TRANSFER_CONNECTOR = "FerryTransferConnector"
 MODULES = {
@@ -32,3 +34,13 @@ def register() -> None:
     for name, module in MODULES.items():
         if name not in KVConnectorFactory._registry:
             KVConnectorFactory.register_connector(name, module, name)
+
+
+def log_as_vllm() -> None:
+    """What the layers below say stands in the engine's log with its time, not bare. Who has given
+    `kvferry` handlers of his own keeps them. Each connector calls it when it is made: vLLM has set
+    up its log by then, and may not have when it calls `register`."""
+    ours, theirs = logging.getLogger("kvferry"), logging.getLogger("vllm")
+    if not ours.handlers:
+        for handler in theirs.handlers:
+            ours.addHandler(handler)

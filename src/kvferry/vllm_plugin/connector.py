@@ -11,7 +11,7 @@ from kvferry.clock import Clock, SystemClock
 from kvferry.config import Config, decode
 from kvferry.offload.base import Identity
 from kvferry.offload.build import open_planner
-from kvferry.vllm_plugin import events, refusals, sharing, stats, versions
+from kvferry.vllm_plugin import events, log_as_vllm, refusals, sharing, stats, versions
 from kvferry.vllm_plugin.base import FerryConnector
 from kvferry.vllm_plugin.facade import SchedulerSide, WorkerSide
 from kvferry.vllm_plugin.messages import StepMetadata
@@ -44,6 +44,7 @@ class FerryStoreConnector(FerryConnector):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)
+        log_as_vllm()
         version = versions.check_version()
         config = decode(vllm_config.kv_transfer_config.kv_connector_extra_config)
         refusals.check(config, vllm_config, kv_cache_config, version)

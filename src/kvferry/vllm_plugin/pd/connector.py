@@ -7,7 +7,7 @@ from vllm.logger import init_logger
 
 from kvferry.clock import Clock, SystemClock
 from kvferry.transfer.settings import Settings, decode
-from kvferry.vllm_plugin import sharing, stats, versions
+from kvferry.vllm_plugin import log_as_vllm, sharing, stats, versions
 from kvferry.vllm_plugin.base import FerryConnector
 from kvferry.vllm_plugin.pd import refusals
 from kvferry.vllm_plugin.pd.facade import SchedulerSide, WorkerSide
@@ -32,6 +32,7 @@ class FerryTransferConnector(FerryConnector):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)
+        log_as_vllm()
         version = versions.check_version()
         settings = decode(vllm_config.kv_transfer_config.kv_connector_extra_config)
         refusals.check(settings, vllm_config, kv_cache_config, version)
