@@ -6,13 +6,14 @@ import signal
 
 import pytest
 
-from kvferry.catalog.base import LOST, Commit, Space, Verdict, Want
+from kvferry.catalog.base import LOST, Commit, Refused, Space, Verdict, Want
+from kvferry.catalog.open import open_url
 from kvferry.catalog.snapshot import check_invariants
 from kvferry.catalog.valkey import ValkeyCatalog
 from kvferry.catalog.valkey_library import Library, library
 from kvferry.catalog.valkey_link import Link
 from kvferry.clock import SystemClock
-from kvferry.errors import ConfigError, UnavailableError
+from kvferry.errors import ConfigError, CorruptError, UnavailableError
 
 STORE = b"s" * 16
 SEGMENT_BYTES = 1 << 20
@@ -171,14 +172,44 @@ def test_a_server_that_throws_records_away_is_refused(server):
         make(server).open(STORE, CAPACITY_BYTES, SEGMENT_BYTES)
 
 
-def test_a_full_server_drops_stores_and_serves_lookups(server, catalog):
+def test_a_full_server_takes_nothing_new_and_goes_on_with_the_rest(server, catalog):
+    """Calls that failed opened the breaker, so hits were lost as well; and what gives memory back
+    was refused, so it stayed full for good."""
     store(catalog, b"x")
+    slots = catalog.reserve(SPACE.namespace, 2, 60.0)
     server.say("CONFIG", "SET", "maxmemory", "1mb")
-    with pytest.raises(UnavailableError):
-        catalog.reserve(SPACE.namespace, 1, 60.0)
+    assert catalog.reserve(SPACE.namespace, 1, 60.0) == []
+    assert catalog.grow(SPACE.namespace) is Refused.BUDGET
     assert present(catalog, b"x") == [True]
+    begun = Commit(b"z" * 32, bytes(32), 0, slots[0], 0, 1)
+    assert catalog.commit(SPACE.namespace, [begun]) == [Verdict.PUBLISHED]
+    catalog.abort(SPACE.namespace, slots[1:])
+    assert catalog.sweep([Want(SPACE.namespace, 8)], False).evicted_count == 2
+    (number,) = catalog.segments()
+    catalog.shrunk(number)
+    assert check_invariants(catalog.snapshot()) == []
     server.say("CONFIG", "SET", "maxmemory", "0")
+    assert catalog.grown(catalog.grow(SPACE.namespace))
     store(catalog, b"y")
+
+
+def test_records_that_vanished_are_no_bug_of_ours(server, catalog):
+    """An engine stood aside for good."""
+    store(catalog, b"x")
+    root = f"{{kvferry:{STORE.hex()}}}"
+    url = f"valkey://{server.url.host}:{server.url.port}"
+    opened = open_url(url, CLOCK)
+    opened.open(STORE, CAPACITY_BYTES, SEGMENT_BYTES)
+    failed_count = 0
+    for name in ("totals", "shares", "segments", "spaces"):
+        server.say("DEL", f"{root}:{name}")
+        for verb in (opened.stats, opened.snapshot, lambda: opened.attach(SPACE), opened.sweep):
+            try:
+                verb()
+            except (UnavailableError, CorruptError):  # and nothing else
+                failed_count += 1
+    assert failed_count > 0, "nothing was missing"
+    opened.close()
 
 
 def test_a_primary_that_became_a_replica_is_left(server, catalog):

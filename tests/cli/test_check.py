@@ -163,6 +163,11 @@ def test_status_names_the_model_for_people(model, text):
     assert status.model_name(json.dumps({"model": model})) == text
 
 
+def test_a_description_that_is_too_deep_is_shown_as_it_is():
+    """Any engine writes one; it ended `status`, and the thread of the dashboard."""
+    assert status.model_name("[" * 100_000) == "[" * 40
+
+
 def test_what_a_smaller_store_has_too_much_is_told_with_the_cure(filled, capsys):
     facts = filled.facts
     filled.catalog.open(facts.store_id, facts.segment_bytes // 2, facts.segment_bytes)

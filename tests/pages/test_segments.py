@@ -81,6 +81,21 @@ def test_a_damaged_superblock_is_refused_with_the_cure(tmp_path, content):
         _files(tmp_path).open()
 
 
+@pytest.mark.parametrize(
+    "field",
+    ['"store_id": "zz"', '"segment_bytes": 0', '"alignment_bytes": -4096', '"capacity_bytes": 0'],
+)
+def test_a_superblock_that_cannot_be_is_damaged(tmp_path, field):
+    """It ended in a traceback, or in a division by zero."""
+    _files(tmp_path).open()
+    path = tmp_path / "superblock.json"
+    name = field.split(":")[0]
+    lines = [f" {field}," if name in line else line for line in path.read_text().splitlines()]
+    path.write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match="damaged: empty the folder"):
+        _files(tmp_path).open()
+
+
 # Who creates a store, and with what.
 
 

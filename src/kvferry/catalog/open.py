@@ -8,6 +8,7 @@ from kvferry import server_url
 from kvferry.catalog.base import DEFAULT_POLICY, GRACE_S, Catalog, Policy
 from kvferry.catalog.lmdb import LmdbCatalog
 from kvferry.catalog.memory import MemoryCatalog
+from kvferry.catalog.understood import UnderstoodCatalog
 from kvferry.clock import Clock
 from kvferry.config import catalog_password, split_url
 from kvferry.errors import ConfigError
@@ -53,4 +54,6 @@ def _on_server(url: str, clock: Clock, grace_s: float, is_guest: bool, policy: P
             "a catalog on Valkey needs its client: pip install kvferry[valkey]",
             reason=str(error),
         ) from error
-    return ValkeyCatalog(server, clock, grace_s, is_guest=is_guest, policy=policy)
+    return UnderstoodCatalog(
+        ValkeyCatalog(server, clock, grace_s, is_guest=is_guest, policy=policy)
+    )

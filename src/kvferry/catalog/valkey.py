@@ -10,6 +10,7 @@ them: each call raises UnavailableError with kind `catalog.lost` until the catal
 which makes a new one, with another `catalog_id`, where there is none.
 """
 
+import logging
 import struct
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -42,7 +43,7 @@ from kvferry.catalog.base import (
 from kvferry.catalog.lookup_counts import Counts, LookupCounts
 from kvferry.catalog.snapshot import SegmentEntry, Snapshot
 from kvferry.catalog.valkey_library import library
-from kvferry.catalog.valkey_link import Link
+from kvferry.catalog.valkey_link import FULL, Link
 from kvferry.clock import Clock
 from kvferry.errors import (
     ClosedError,
@@ -53,6 +54,8 @@ from kvferry.errors import (
 )
 from kvferry.layout import Address
 from kvferry.server_url import ServerUrl
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -73,7 +76,8 @@ _VERDICTS = {
     ord("D"): Verdict.DUPLICATE,
     ord("E"): Verdict.EXPIRED,
 }
-_REFUSALS = {b"B": Refused.BUDGET, b"Q": Refused.QUOTA}
+_REFUSALS = {b"": Refused.BUDGET, b"B": Refused.BUDGET, b"Q": Refused.QUOTA}
+"""Nothing is said where the server's memory is full."""
 
 
 class _Opened(NamedTuple):
@@ -104,6 +108,7 @@ class ValkeyCatalog:
         self._link = link or Link(server, clock, library())
         self._opened: _Opened | None = None
         self._counts = LookupCounts()
+        self._is_full = False
 
     def open(self, store_id: bytes, capacity_bytes: int, segment_bytes: int) -> bool:
         self.close()
@@ -164,6 +169,21 @@ class ValkeyCatalog:
             self._counts.told(counts)
         return said
 
+    def _write_if_room(self, function: str, namespace: bytes, *arguments: Any) -> bytes:
+        """As `_write`, once. Nothing more than OK where the server's memory is full: then there is
+        no room, and all else goes on."""
+        try:
+            said = self._write(function, namespace, *arguments, once=True, namespace=namespace)
+        except UnavailableError as error:
+            if error.kind != FULL:
+                raise
+            if not self._is_full:
+                log.warning("nothing new is stored: %s", error.message)
+            self._is_full = True
+            return bytes([OK])
+        self._is_full = False
+        return said
+
     def _change(
         self,
         function: str,
@@ -215,10 +235,13 @@ class ValkeyCatalog:
         return [hit != MISS for hit in _each_hit(self._hits(namespace, keys))]
 
     def _hits(self, namespace: bytes, keys: Sequence[bytes]) -> bytes:
-        return b"".join(
+        hits = b"".join(
             self._read("lookup", namespace, b"".join(part))
             for part in _parts(keys, LOOKUP_KEYS_MAX)
         )
+        if len(hits) != len(keys) * PACKED_HIT.size:
+            raise ValueError("not an answer for each key")
+        return hits
 
     def attach(self, space: Space) -> None:
         sizes = records.pack_sizes(space)
@@ -234,7 +257,7 @@ class ValkeyCatalog:
         for first in range(0, max(count, 1), BATCH_MAX):
             generations = minted[16 * first : 16 * (first + BATCH_MAX)]
             packed = records.LEASE.pack(lease_s) + generations
-            said = self._write("reserve", namespace, tenant, packed, once=True, namespace=namespace)
+            said = self._write_if_room("reserve", namespace, tenant, packed)
             slots += records.unpack_slots(said[1:])
             if len(slots) < min(first + BATCH_MAX, count):
                 break
@@ -244,6 +267,8 @@ class ValkeyCatalog:
         verdicts: list[Verdict] = []
         for part in _parts(commits, BATCH_MAX):
             said = self._write("commit", namespace, records.pack_commits(part))
+            if len(said) != 1 + len(part):
+                raise ValueError("not a verdict for each commit")
             verdicts += map(_VERDICTS.__getitem__, said[1:])
         return verdicts
 
@@ -270,7 +295,7 @@ class ValkeyCatalog:
         return Swept(expired_count, evicted_count, numbers, *why)
 
     def grow(self, namespace: bytes, tenant: bytes = NO_TENANT) -> int | Refused:
-        said = self._write("grow", namespace, tenant, once=True, namespace=namespace)[1:]
+        said = self._write_if_room("grow", namespace, tenant)[1:]
         return _REFUSALS.get(said) or records.NUMBER.unpack(said)[0]
 
     def grown(self, segment: int) -> bool:

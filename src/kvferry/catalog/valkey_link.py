@@ -19,6 +19,7 @@ from valkey.exceptions import (
     AuthenticationError,
     AuthenticationWrongNumberOfArgsError,
     NoPermissionError,
+    OutOfMemoryError,
     ReadOnlyError,
     ResponseError,
     ValkeyError,
@@ -39,6 +40,7 @@ CALL_S = 2.0
 CONNECT_S = 1.0
 POLICY = "noeviction"
 DENIED = "catalog.denied"
+FULL = "catalog.memory"
 UNTRUSTED = "catalog.untrusted"
 
 _DENIED = (AuthenticationError, AuthenticationWrongNumberOfArgsError, NoPermissionError)
@@ -158,6 +160,8 @@ class Link:
 
     def _refused(self, error: ResponseError) -> UnavailableError:
         """A primary that has become a replica stays one: the next call looks for another."""
+        if isinstance(error, OutOfMemoryError):
+            return UnavailableError(FULL, f"{self.name}: its memory is full: raise maxmemory")
         if isinstance(error, ReadOnlyError) and self._client is not None:
             self._client.connection_pool.disconnect()
         return self._unavailable(error)

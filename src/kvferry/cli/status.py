@@ -173,7 +173,7 @@ def model_name(description: str) -> str:
     """The model's name in an identity record, if it has one; the record is for people."""
     try:
         record = msgspec.json.decode(description)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return description[:40]
     model = record.get("model", description) if isinstance(record, dict) else description
     if isinstance(model, dict):

@@ -19,6 +19,7 @@ import re
 import struct
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -43,15 +44,18 @@ _SEGMENT_FIELDS = struct.Struct("<8sII16s32sIIQII")
 _SEGMENT_NAME = re.compile(r"([0-9a-f]{8})\.seg")
 
 
+PositiveBytes = Annotated[int, msgspec.Meta(gt=0)]
+
+
 class Superblock(msgspec.Struct, frozen=True):
     """superblock.json. Sizes in bytes; `created_wall_s` is for people."""
 
     format: str
     version: int
-    store_id: str  # 32 hex digits
-    capacity_bytes: int
-    alignment_bytes: int
-    segment_bytes: int
+    store_id: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+    capacity_bytes: PositiveBytes
+    alignment_bytes: PositiveBytes
+    segment_bytes: PositiveBytes
     created_wall_s: float
 
     def facts(self) -> StoreFacts:
