@@ -9,6 +9,7 @@ from kvferry.catalog.base import Commit, Space, Verdict
 from kvferry.catalog.memory import MemoryCatalog
 from kvferry.cli import check, status, verification
 from kvferry.cli.opened import OpenedStore
+from kvferry.errors import UnavailableError
 from kvferry.layout import HEADER_BYTES, Address, PageGeometry
 from kvferry.pages.base import slot_count
 from kvferry.testing.clock import ManualClock
@@ -123,6 +124,21 @@ def test_fix_drops_the_bad_page_and_no_other(filled):
     hits = [hit is not None for hit in filled.catalog.lookup(NAMESPACE, keys)]
     assert hits == [True, True, False, True, True]
     assert check.examine(filled.opened(), fix=False).is_clean
+
+
+def test_what_may_come_back_is_not_dropped(filled, monkeypatch):
+    """Its root is out."""
+
+    def is_out(_):
+        raise UnavailableError("pages.roots", "it may be on a root that is out")
+
+    filled.pages.delete_segment(filled.addresses[0].segment)
+    monkeypatch.setattr(filled.pages, "has_segment", is_out)
+    report = check.examine(filled.opened(), fix=True)
+    assert [page.outcome for page in report.bad] == ["io_error"] * PAGE_COUNT
+    assert report.dropped_count == 0
+    monkeypatch.undo()
+    assert check.examine(filled.opened(), fix=True).dropped_count == PAGE_COUNT
 
 
 def test_without_a_catalog_what_lies_on_the_store_is_read(filled):

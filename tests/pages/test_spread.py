@@ -322,6 +322,14 @@ def test_a_root_that_is_not_named_is_out(tmp_path):
     store.close()
 
 
+@pytest.mark.parametrize("names", [["b"], ["b", "a"]])
+def test_a_further_root_is_nobodys_home(tmp_path, names):
+    """The owner's word is in the home: of two homes each would have an owner."""
+    opened(tmp_path, ["a", "b"]).close()
+    with pytest.raises(ConfigError, match="first root first"):
+        opened(tmp_path, names)
+
+
 @pytest.mark.parametrize("names", [["a"], ["a", "b"]])
 @pytest.mark.parametrize("is_swapped", [False, True])
 def test_a_mount_that_goes_while_the_store_is_open_has_lost_nothing(tmp_path, names, is_swapped):

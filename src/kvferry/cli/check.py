@@ -13,6 +13,7 @@ from kvferry.cli import options, output, verification
 from kvferry.cli.opened import OpenedStore, open_store
 from kvferry.cli.verification import Verdict
 from kvferry.errors import CorruptError
+from kvferry.offload.worker.load_jobs import BAD_PAGE
 from kvferry.pages.base import Outcome
 
 
@@ -46,7 +47,12 @@ def check(
     pages: options.Pages,
     catalog: options.CatalogUrl = None,
     fix: Annotated[
-        bool, typer.Option("--fix", help="Drop bad pages from the catalog: they become misses.")
+        bool,
+        typer.Option(
+            "--fix",
+            help="Drop bad pages from the catalog: they become misses. Not those that cannot be"
+            " read just now (io_error).",
+        ),
     ] = False,
     usrbio_library: options.UsrbioLibrary = None,
     as_json: options.AsJson = False,
@@ -89,9 +95,10 @@ def examine(store: OpenedStore, *, fix: bool) -> CheckReport:
 
 
 def drop(catalog: Catalog, bad: Sequence[Verdict]) -> int:
-    """Evicts exactly these generations. Returns how many were still there."""
+    """Evicts exactly these generations, but for those that may be readable again. Returns how many
+    were still there."""
     by_namespace = defaultdict(list)
-    for promise, _ in bad:
+    for promise in (promise for promise, outcome in bad if outcome in BAD_PAGE):
         by_namespace[promise.page.namespace].append((promise.page.key, promise.page.generation))
     return sum(catalog.evict(namespace, pages) for namespace, pages in by_namespace.items())
 
@@ -144,4 +151,4 @@ def _print(report: CheckReport) -> None:
     if report.bad and report.dropped_count:
         print(f"{report.dropped_count} dropped from the catalog: they are misses now")
     elif report.bad and report.has_catalog:
-        print("They are misses when they are read; --fix drops them now")
+        print("They are misses when they are read; --fix drops them now, but for those of io_error")

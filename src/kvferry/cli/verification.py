@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from kvferry.catalog.snapshot import Snapshot
 from kvferry.device.staging import Staging, memory_from
+from kvferry.errors import UnavailableError
 from kvferry.layout import Address, PageGeometry
 from kvferry.pages.base import Extent, Outcome, PageId, PageStore, SegmentFacts
 
@@ -52,9 +53,11 @@ def found(pages: PageStore) -> Iterator[Promise]:
 def verify(pages: PageStore, promises: Sequence[Promise]) -> Iterator[Verdict]:
     """Reads every page whole. `pages` is open and used by nobody else meanwhile."""
     readable = [promise for promise in promises if promise.geometry is not None]
-    for promise in promises:
-        if promise.geometry is None:
-            yield Verdict(promise, Outcome.ABSENT)
+    others = [promise for promise in promises if promise.geometry is None]
+    out = {number for number in {p.address.segment for p in others} if _may_be_out(pages, number)}
+    for promise in others:
+        is_out = promise.address.segment in out
+        yield Verdict(promise, Outcome.IO_ERROR if is_out else Outcome.ABSENT)
     if not readable:
         return
     slot_bytes = max(promise.geometry.page_bytes for promise in readable)
@@ -65,6 +68,15 @@ def verify(pages: PageStore, promises: Sequence[Promise]) -> Iterator[Verdict]:
     while batch := list(islice(remaining, staging.slot_count)):
         yield from _read(pages, staging, batch)
     staging.close()
+
+
+def _may_be_out(pages: PageStore, segment: int) -> bool:
+    """Whether the segment may be on a root that is out."""
+    try:
+        pages.has_segment(segment)
+    except UnavailableError:
+        return True
+    return False
 
 
 def _read(pages: PageStore, staging: Staging, batch: Sequence[Promise]) -> Iterator[Verdict]:

@@ -47,8 +47,9 @@ _SEGMENT_NAME = re.compile(r"([0-9a-f]{8})\.seg")
 PositiveBytes = Annotated[int, msgspec.Meta(gt=0)]
 
 
-class Superblock(msgspec.Struct, frozen=True):
-    """superblock.json. Sizes in bytes; `created_wall_s` is for people."""
+class Superblock(msgspec.Struct, frozen=True, omit_defaults=True):
+    """superblock.json. Sizes in bytes; `created_wall_s` is for people. `is_further`: a root of a
+    store that has another home."""
 
     format: str
     version: int
@@ -57,6 +58,7 @@ class Superblock(msgspec.Struct, frozen=True):
     alignment_bytes: PositiveBytes
     segment_bytes: PositiveBytes
     created_wall_s: float
+    is_further: bool = False
 
     def facts(self) -> StoreFacts:
         store_id = bytes.fromhex(self.store_id)
@@ -99,6 +101,7 @@ class SegmentFiles:
             self._is_sparse = self._is_sparse or mounts.is_on_3fs(self._root)
             superblock = read_superblock(self._root) or self._create_superblock()
             require_agreement(superblock.facts(), self._asked, str(self._root))
+            self._require_home(superblock)
             self._segments.mkdir(mode=0o700, exist_ok=True)
             self.facts = superblock.facts()
             self._sweep()
@@ -218,6 +221,15 @@ class SegmentFiles:
                     )
             return sum(taken_bytes.values())
 
+    def _require_home(self, superblock: Superblock) -> None:
+        """Two engines with different homes would not see each other's word, and both own all."""
+        if superblock.is_further and self._asked.store_id is None:
+            raise ConfigError(
+                "pages.home",
+                f"{self._root} is a further root of a store: name the store's first root first, as"
+                " all its engines do",
+            )
+
     def _require_root(self) -> None:
         """Raises OSError if the folder is not the store's any more: its mount is gone, or another
         one is there. What is not in it is not absent then, and nothing in it is ours."""
@@ -242,6 +254,7 @@ class SegmentFiles:
             facts.alignment_bytes,
             facts.segment_bytes,
             self._clock.wall_s(),
+            is_further=self._asked.store_id is not None,
         )
         files.create_file(self._root / SUPERBLOCK, _encode(superblock), self._clock)
         return read_superblock(self._root)
