@@ -73,9 +73,37 @@ def test_a_daemon_that_refuses(emulation, settings, words):
 
 def test_a_daemon_that_does_not_answer(emulation, monkeypatch):
     monkeypatch.setattr(usrbio, "_TRIAL_S", 0.1)
+    monkeypatch.setattr(usrbio, "_TRIAL_CLOSE_S", 0.1)
     emulation.configure(lost=1)
-    with pytest.raises(UnavailableError, match="has not answered"):
+    with pytest.raises(UnavailableError, match=r"has not answered.*hf3fs_fuse_main"):
         _open(emulation.mount / "kv", emulation.path)
+    assert emulation.left_over() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "words"),
+    [
+        ("find_mount", errno.ENOTCONN, "not connected.*mount it again"),
+        ("sweep", errno.ENOTCONN, "not connected.*mount it again"),
+        ("keep_from_children", errno.EMFILE, "Too many open files.*ulimit -n"),
+    ],
+)
+def test_a_start_that_the_system_stops_says_what_to_do(emulation, monkeypatch, name, number, words):
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(usrbio, name, refuse)
+    with pytest.raises(UnavailableError, match=words):
+        _open(emulation.mount / "kv", emulation.path)
+    assert emulation.left_over() == []
+
+
+def test_memory_in_the_shm_of_another_container_is_not_swept(emulation):
+    """Else one engine that is started wrongly takes the memory of all others on the mount."""
+    link = emulation.mount / "3fs-virt/iovs/11111111-1111-1111-1111-111111111111"
+    link.symlink_to("/dev/shm/kvferry-7-0123456789abcdef")
+    _open(emulation.mount / "kv", emulation.path).close()
+    assert emulation.links() == [link]
 
 
 @pytest.mark.parametrize(
@@ -144,6 +172,44 @@ store.allocate(1 << 20)
 print("open", flush=True)
 sys.stdin.read()
 """
+
+
+WITHOUT_THREADS = """
+import ctypes, os, resource, signal, sys
+from pathlib import Path
+from kvferry.clock import SystemClock
+from kvferry.errors import UnavailableError
+from kvferry.pages.usrbio import UsrbioPages
+from kvferry.testing.places import ASKED
+folder, library, stack_bytes = sys.argv[1:]
+store = UsrbioPages(Path(folder), SystemClock(), ASKED, library=library,
+                    read_thread_count=2, write_thread_count=2)
+used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+limit_bytes = used_bytes + int(5.5 * int(stack_bytes))  # four daemons, one thread
+resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, -1))
+try:
+    store.open()
+except UnavailableError as error:
+    print(error.message)
+assert not signal.pthread_sigmask(signal.SIG_BLOCK, []), "signals stay blocked"
+assert ctypes.CDLL(library).hf3fs_emulation_count(b"rings") == 0
+"""
+
+
+def test_a_process_without_further_threads_keeps_its_signals_and_no_ring(emulation):
+    """Else an engine that did not start cannot be told to end."""
+    stack_bytes = 1 << 31
+    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_THREADS, str(emulation.mount / "kv"), str(emulation.path),
+         str(stack_bytes)],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_STACK, (stack_bytes, hard)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "too few threads for I/O" in done.stdout
 
 
 @pytest.mark.parametrize("count", [3, pytest.param(200, marks=pytest.mark.slow)])
