@@ -85,19 +85,21 @@ bool RingWork::begin_next(const std::shared_ptr<UsrbioPool::Task>& task) {
   const size_t offset = operation.offset_bytes + task->begun_bytes;
   const size_t left = task->length_bytes() - task->begun_bytes;
   const size_t length = std::min(left, io_max - offset % io_max);
+  const uint64_t number = begun_count_ * ios_.size() + (entry - ios_.begin());
   const int index = pool_.library_.prep_io(
       &ring_, &task->memory, task->is_read, operation.slice(0) + task->begun_bytes,
-      operation.descriptor, offset, length, reinterpret_cast<void*>(entry - ios_.begin()));
+      operation.descriptor, offset, length, reinterpret_cast<void*>(number));
   if (index == -EAGAIN && out_count_ > 0) return false;
   if (index < 0) {
     task->fail(task->begun_bytes, Outcome::kIoError, -index);
     return true;
   }
-  *entry = {task, task->begun_bytes, length,
+  *entry = {task, number, task->begun_bytes, length,
             deadline_after(pool_.settings_.io_deadline_s),
             deadline_after(pool_.settings_.ring_deadline_s), false};
   task->begun_bytes += length;
   ++task->out_count;
+  ++begun_count_;
   ++out_count_;
   timely_bytes_ += length;
   is_submitted_ = false;
@@ -112,10 +114,21 @@ void RingWork::finish_ready() {
   const timespec until = wall_clock_after(timely_count() == 0 ? 0ns : wait);
   const int count = pool_.library_.wait_for_ios(&ring_, ready, kReadyMax, 1, &until);
   for (int i = 0; i < count; ++i) finish(ready[i]);
+  // One that fails at once is not asked again at once.
+  if (count < 0) ::clock_nanosleep(CLOCK_REALTIME, TIMER_ABSTIME, &until, nullptr);
+}
+
+// None: of an I/O that has ended, or of no I/O of this ring.
+RingWork::Io* RingWork::find_out(const void* userdata) {
+  const auto number = reinterpret_cast<uint64_t>(userdata);
+  Io& io = ios_[number % ios_.size()];
+  return io.task && io.number == number ? &io : nullptr;
 }
 
 void RingWork::finish(const Hf3fsCqe& done) {
-  Io& io = ios_[reinterpret_cast<size_t>(done.userdata)];
+  Io* const found = find_out(done.userdata);
+  if (!found) return;
+  Io& io = *found;
   const auto task = std::move(io.task);
   io.task = nullptr;
   --out_count_;
@@ -131,7 +144,7 @@ void RingWork::finish(const Hf3fsCqe& done) {
     const Outcome of_read = error_number == ENODATA ? Outcome::kAbsent : Outcome::kIoError;
     task->fail(io.place, task->is_read ? of_read : outcome_of_write(error_number),
                task->is_read && error_number == ENODATA ? 0 : error_number);
-  } else if (static_cast<size_t>(done.result) < io.length_bytes) {
+  } else if (static_cast<size_t>(done.result) != io.length_bytes) {
     task->fail(io.place, task->is_read ? Outcome::kShort : Outcome::kIoError,
                task->is_read ? 0 : EIO);
   }
@@ -171,7 +184,7 @@ void RingWork::abandon() {
     if (!io.task) continue;
     Hf3fsCqe done{};
     done.result = -ETIMEDOUT;
-    done.userdata = reinterpret_cast<void*>(&io - ios_.data());
+    done.userdata = reinterpret_cast<void*>(io.number);
     finish(done);
   }
   if (pool_.must_abandon_) begun_.clear();

@@ -20,6 +20,7 @@ class RingWork {
  private:
   struct Io {
     std::shared_ptr<UsrbioPool::Task> task;  // none: the entry is free
+    uint64_t number = 0;                     // its userdata: no other I/O has had it
     size_t place = 0;                        // in the extent
     size_t length_bytes = 0;
     Deadline deadline;
@@ -31,6 +32,7 @@ class RingWork {
   void begin_all();
   bool begin_next(const std::shared_ptr<UsrbioPool::Task>& task);
   void finish_ready();
+  Io* find_out(const void* userdata);
   void finish(const Hf3fsCqe& done);
   void end_if_done(const std::shared_ptr<UsrbioPool::Task>& task);
   void look_for_overdue();
@@ -51,6 +53,7 @@ class RingWork {
   bool is_ending_ = false;  // the ring takes nothing new
   std::vector<Io> ios_;
   std::deque<std::shared_ptr<UsrbioPool::Task>> begun_;  // taken, not all of it in the ring
+  uint64_t begun_count_ = 0;
   size_t out_count_ = 0;
   size_t overdue_count_ = 0;
   size_t timely_bytes_ = 0;

@@ -52,6 +52,9 @@ struct settings {
   double delay_us;                      /* each takes up to this */
   double reorder;                       /* 1: any prepared I/O may be next */
   double fewer;                         /* 1: waits return some of what is ready */
+  double again;                         /* the next wait returns it once more */
+  double foreign;                       /* one of no I/O comes before it */
+  double deaf;                          /* errno of wait_for_ios */
   double implicit;                      /* begins before submit */
   double daemon_uid, blind;             /* blind: the daemon has another /dev/shm */
   double refuse_rings, refuse_files;    /* errno of iorcreate4 and reg_fd */
@@ -60,6 +63,7 @@ struct settings {
 struct counters {
   uint64_t reads, writes, partial_chunk_writes, batches;
   uint64_t eio, enospc, eremoteio, eintr, lost, late, dropped, holes, zeros, implicit, fewer;
+  uint64_t again, foreign, deaf;
   uint64_t rings, files; /* now */
 };
 

@@ -35,6 +35,8 @@ struct ring {
   uint64_t flags;
   char mount[256];
   int entries;
+  bool has_again;
+  struct hf3fs_cqe again; /* was returned, and will be once more */
   struct slot slots[];
 };
 
@@ -216,12 +218,25 @@ int hf3fs_submit_ios(const struct hf3fs_ior *ior) {
 
 static int take_ready(struct ring *ring, struct hf3fs_cqe *cqes, int cqe_max) {
   int taken = 0;
+  if (ring->has_again) {
+    cqes[taken++] = ring->again;
+    ring->has_again = false;
+    count(&counters.again);
+  }
   const int first = settings.reorder > 0 ? (int)(chance() * ring->entries) : 0;
   for (int i = 0; i < ring->entries && taken < cqe_max; ++i) {
     const int index = (first + i) % ring->entries;
     struct slot *slot = &ring->slots[index];
     if (slot->state != DONE || !is_past(slot->due)) continue;
+    if (taken + 1 < cqe_max && happens(settings.foreign)) {
+      cqes[taken++] = (struct hf3fs_cqe){index, 0, slot->result, (void *)(INTPTR_MAX - index)};
+      count(&counters.foreign);
+    }
     cqes[taken++] = (struct hf3fs_cqe){index, 0, slot->result, slot->userdata};
+    if (happens(settings.again)) {
+      ring->again = cqes[taken - 1];
+      ring->has_again = true;
+    }
     slot->state = FREE;
     if (settings.fewer > 0 && chance() < 0.5) {
       count(&counters.fewer);
@@ -235,6 +250,7 @@ int hf3fs_wait_for_ios(const struct hf3fs_ior *ior, struct hf3fs_cqe *cqes, int 
                        int result_min, const struct timespec *deadline) {
   struct ring *ring = ring_of(ior);
   if (cqe_max <= 0) return -EINVAL;
+  if (settings.deaf > 0) return count(&counters.deaf), -(int)settings.deaf;
   pthread_mutex_lock(&ring->lock);
   MUST(!ring->has_waiter || pthread_equal(ring->waiter, pthread_self()),
        "two threads wait on one ring");

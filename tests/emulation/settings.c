@@ -24,6 +24,7 @@ static const struct name {
     NAMED(settings, lost),         NAMED(settings, late),      NAMED(settings, late_ms),
     NAMED(settings, delay_us),     NAMED(settings, reorder),   NAMED(settings, fewer),
     NAMED(settings, implicit),     NAMED(settings, daemon_uid), NAMED(settings, blind),
+    NAMED(settings, again),        NAMED(settings, foreign),   NAMED(settings, deaf),
     NAMED(settings, refuse_rings), NAMED(settings, refuse_files)},
   counter_names[] = {
     NAMED(counters, reads),     NAMED(counters, writes),    NAMED(counters, partial_chunk_writes),
@@ -31,6 +32,7 @@ static const struct name {
     NAMED(counters, eremoteio), NAMED(counters, eintr),     NAMED(counters, lost),
     NAMED(counters, late),      NAMED(counters, dropped),   NAMED(counters, holes),
     NAMED(counters, zeros),     NAMED(counters, implicit),
+    NAMED(counters, again),     NAMED(counters, foreign),   NAMED(counters, deaf),
     NAMED(counters, fewer),     NAMED(counters, rings),     NAMED(counters, files)};
 
 static size_t offset_of(const struct name *names, size_t name_count, const char *wanted) {

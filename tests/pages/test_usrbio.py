@@ -159,6 +159,37 @@ def test_a_buffer_comes_back_when_its_ring_is_ended(emulation, is_read):
     assert emulation.left_over() == []
 
 
+@pytest.mark.parametrize("strange", ["again", "foreign"])
+def test_a_completion_that_nobody_waits_for_ends_nothing(emulation, strange):
+    """Else the next I/O ends before its bytes are there, and they come into a buffer that is
+    another page's by then."""
+    with opened(emulation, read_thread_count=1, write_thread_count=1) as driver:
+        before = emulation.count(strange)
+        emulation.configure(seed=3, delay_us=3000, **{strange: 1})
+        for number in range(20):
+            page, home = page_id(str(number)), Address(1, number % 4)
+            assert driver.write(page, home).outcome is Outcome.OK
+            read = driver.read(page, home)
+            assert read.result.outcome is Outcome.OK
+            assert read.payloads == driver.expected(driver.extent(page, home))
+        assert emulation.count(strange) > before
+        emulation.configure()
+    assert emulation.left_over() == []
+
+
+def test_a_ring_that_cannot_be_waited_for_ends_at_its_deadline(emulation):
+    """And costs no processor until then."""
+    with opened(emulation, io_deadline_s=0.1, ring_deadline_s=0.5, read_thread_count=1) as driver:
+        driver.write(PAGE, HOME)
+        before = emulation.count("deaf")
+        emulation.configure(deaf=errno.ENOTCONN, lost=1)
+        assert driver.read(PAGE, HOME).result.errno == errno.ETIMEDOUT
+        assert 0 < emulation.count("deaf") - before < 200
+        emulation.configure()
+        assert driver.read(PAGE, HOME).result.outcome is Outcome.OK
+    assert emulation.left_over() == []
+
+
 def test_a_daemon_that_gives_no_other_ring_fails_what_comes(emulation):
     options = {"io_deadline_s": 0.05, "ring_deadline_s": 0.1, "read_thread_count": 1}
     with opened(emulation, **options) as driver:
