@@ -73,9 +73,37 @@ def test_a_daemon_that_refuses(emulation, settings, words):
 
 def test_a_daemon_that_does_not_answer(emulation, monkeypatch):
     monkeypatch.setattr(usrbio, "_TRIAL_S", 0.1)
+    monkeypatch.setattr(usrbio, "_TRIAL_CLOSE_S", 0.1)
     emulation.configure(lost=1)
-    with pytest.raises(UnavailableError, match="has not answered"):
+    with pytest.raises(UnavailableError, match=r"has not answered.*hf3fs_fuse_main"):
         _open(emulation.mount / "kv", emulation.path)
+    assert emulation.left_over() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "words"),
+    [
+        ("find_mount", errno.ENOTCONN, "not connected.*mount it again"),
+        ("sweep", errno.ENOTCONN, "not connected.*mount it again"),
+        ("keep_from_children", errno.EMFILE, "Too many open files.*ulimit -n"),
+    ],
+)
+def test_a_start_that_the_system_stops_says_what_to_do(emulation, monkeypatch, name, number, words):
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(usrbio, name, refuse)
+    with pytest.raises(UnavailableError, match=words):
+        _open(emulation.mount / "kv", emulation.path)
+    assert emulation.left_over() == []
+
+
+def test_memory_in_the_shm_of_another_container_is_not_swept(emulation):
+    """Else one engine that is started wrongly takes the memory of all others on the mount."""
+    link = emulation.mount / "3fs-virt/iovs/11111111-1111-1111-1111-111111111111"
+    link.symlink_to("/dev/shm/kvferry-7-0123456789abcdef")
+    _open(emulation.mount / "kv", emulation.path).close()
+    assert emulation.links() == [link]
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,13 @@ _WRONG_PATH = {
     errno.ELOOP,
     errno.ENAMETOOLONG,
 }
+_MOUNT_GONE = "what serves its mount has ended: start that, and mount it again"
+_CURES = {
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "raise the host's limit of open files (fs.file-max)",
+    errno.ENOTCONN: _MOUNT_GONE,
+    errno.ESTALE: _MOUNT_GONE,
+}
 _NO_HARD_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 _NO_DIRECT_IO = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
 
@@ -44,7 +51,10 @@ def system_errors(doing: str, path: Path) -> Iterator[None]:
         if error.errno in _WRONG_PATH:
             cure = f"give user {os.geteuid()} a folder that it can write, in the key pages"
             raise ConfigError("pages.path", f"{reason}: {cure}", **details) from error
-        raise UnavailableError("pages.io", reason, **details) from error
+        cure = _CURES.get(error.errno)
+        raise UnavailableError(
+            "pages.io", f"{reason}: {cure}" if cure else reason, **details
+        ) from error
 
 
 def temporary_beside(target: Path, clock: Clock) -> Path:

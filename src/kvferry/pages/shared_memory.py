@@ -86,10 +86,12 @@ class SharedMemory:
 
 
 def sweep(mount_point: str) -> int:
-    """Removes what killed processes of this user left behind; returns how many files it was."""
+    """Removes what killed processes of this user left behind; returns how many files it was. A link
+    to a file that is not in this /dev/shm may be of a living process with another one. Raises
+    OSError if the mount's links cannot be listed."""
     left_over = [file for file in SHARED_MEMORY.glob(f"{PREFIX}*-*") if _is_left_over(file)]
     for link, target in _links(iovs_folder(mount_point)):
-        if target in left_over or (target.name.startswith(PREFIX) and not target.exists()):
+        if target in left_over:
             _remove(link)
     for file in left_over:
         _remove(file)

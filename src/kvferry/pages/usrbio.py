@@ -21,7 +21,7 @@ from kvferry._native import UsrbioPool
 from kvferry.clock import Clock
 from kvferry.errors import ConfigError, InternalError, UnavailableError
 from kvferry.layout import PageGeometry
-from kvferry.pages import header
+from kvferry.pages import files, header
 from kvferry.pages.base import Outcome, Overdue, PageId, StoreFacts
 from kvferry.pages.descriptors import Descriptors
 from kvferry.pages.facts import Asked
@@ -94,7 +94,9 @@ class UsrbioPages(FilePages):
 
     def open(self) -> StoreFacts:
         if self._pool is None:
-            self._mount = find_mount(self._root, self._library, FILES_OPEN)
+            with files.system_errors("open", self._root):
+                self._mount = find_mount(self._root, self._library, FILES_OPEN)
+                return super().open()
         return super().open()
 
     def allocate(self, length_bytes: int) -> tuple[int, object]:
@@ -117,8 +119,8 @@ class UsrbioPages(FilePages):
         if swept_count:
             log.info("removed %s left-overs of killed processes from /dev/shm", swept_count)
         pool = self._make_pool(mount, alignment_bytes)
-        keep_from_children(mount.point)
         try:
+            keep_from_children(mount.point)
             self._try(pool)
         except BaseException:
             self._stop(is_quiet=pool.close(_TRIAL_CLOSE_S))
@@ -179,12 +181,17 @@ class UsrbioPages(FilePages):
         except OSError as error:
             os.close(descriptor)
             raise _not_registered(error, self._root) from error
-        for _ in range(_TRIAL_COUNT):
-            error_number = self._try_once(pool, descriptor, memory.address)
-            if error_number in (0, *_NOT_ALLOWED):
-                break
-        library.deregister_file(descriptor)
-        os.close(descriptor)
+        is_answered = False
+        try:
+            for _ in range(_TRIAL_COUNT):
+                error_number = self._try_once(pool, descriptor, memory.address)
+                if error_number in (0, *_NOT_ALLOWED):
+                    break
+            is_answered = True
+        finally:  # a read that is still out keeps the file until its ring is ended
+            if is_answered or pool.close(_TRIAL_CLOSE_S):
+                library.deregister_file(descriptor)
+                os.close(descriptor)
         if error_number:
             raise _refused(error_number, self._mount.point)
         pool.remove_memory(memory.address)
@@ -196,10 +203,11 @@ class UsrbioPages(FilePages):
         sizes = (1, _TRIAL_GEOMETRY.slice_bytes, _TRIAL_GEOMETRY.payload_bytes)
         pool.submit_reads([(descriptor, 0, address, 0, *sizes, template)], True)
         results = pool.wait(_TRIAL_S)
-        if not results:  # the file stays open and registered, since the read is still out
+        if not results:
             raise UnavailableError(
                 "pages.silent",
-                f"the 3FS daemon of {self._mount.point} has not answered in {_TRIAL_S:.0f} s",
+                f"the 3FS daemon of {self._mount.point} has not answered in {_TRIAL_S:.0f} s: "
+                "look whether hf3fs_fuse_main and the storage behind it are well",
             )
         _, _, code, error_number, _ = results[0]
         return error_number if tuple(Outcome)[code] is Outcome.IO_ERROR else 0
@@ -210,7 +218,9 @@ def _holds(memory: SharedMemory, address: int, length_bytes: int) -> bool:
     return memory.address <= address and address + length_bytes <= end
 
 
-def _not_registered(error: OSError, root: Path) -> ConfigError:
+def _not_registered(error: OSError, root: Path) -> ConfigError | OSError:
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return error
     return ConfigError(
         "pages.registration",
         f"3FS does not take a file of {root}: {error.strerror}: the folder must be on the mount "
