@@ -33,14 +33,26 @@ inline void be_nice(int levels) {
   ::setpriority(PRIO_PROCESS, 0, ::getpriority(PRIO_PROCESS, 0) + levels);  // of this thread alone
 }
 
+class SignalsBlocked {
+ public:
+  SignalsBlocked() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+
+ private:
+  sigset_t before_;
+};
+
 class Crew {
  public:
   // Each thread calls `work()` once, which keeps the crew and the mutex alive. Call it locked.
+  // Throws std::system_error where there is no further thread; those before it go on.
   template <class Work>
   void start(const Lock& lock, size_t thread_count, Work work) {
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const SignalsBlocked blocked;
     for (size_t i = 0; i < thread_count; ++i, ++live_count_) {
       std::thread([this, mutex = lock.mutex(), work] {
         work();
@@ -49,7 +61,6 @@ class Crew {
         left_.notify_all();
       }).detach();
     }
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 
   // False if some thread has not returned from `work` in time.

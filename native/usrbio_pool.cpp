@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <system_error>
 #include <utility>
 
 #include "ring_work.h"
@@ -37,9 +38,15 @@ int UsrbioPool::start(size_t read_thread_count, size_t write_thread_count) {
   reads_.thread_count = read_thread_count;
   writes_.thread_count = write_thread_count;
   auto self = shared_from_this();
-  for (size_t i = 0; i < rings.size(); ++i) {
-    Queue& queue = i < read_thread_count ? reads_ : writes_;
-    crew_.start(lock, 1, [self, &queue, ring = rings[i]] { RingWork(*self, queue, ring).run(); });
+  size_t i = 0;
+  try {
+    for (; i < rings.size(); ++i) {
+      Queue& queue = i < read_thread_count ? reads_ : writes_;
+      crew_.start(lock, 1, [self, &queue, ring = rings[i]] { RingWork(*self, queue, ring).run(); });
+    }
+  } catch (const std::system_error&) {
+    for (; i < rings.size(); ++i) library_.iordestroy(&rings[i]);
+    throw;
   }
   return 0;
 }

@@ -34,6 +34,7 @@ class UsrbioPool : public std::enable_shared_from_this<UsrbioPool> {
       : library_(library), settings_(std::move(settings)) {}
 
   // 0, or the errno of the ring that could not be made: then none is left and no thread runs.
+  // Throws std::system_error where there is no further thread: `close` ends those before it.
   int start(size_t read_thread_count, size_t write_thread_count);
 
   // Memory that a link in the mount names by `id`. Returns 0 or errno.

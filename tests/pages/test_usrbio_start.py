@@ -174,6 +174,44 @@ sys.stdin.read()
 """
 
 
+WITHOUT_THREADS = """
+import ctypes, os, resource, signal, sys
+from pathlib import Path
+from kvferry.clock import SystemClock
+from kvferry.errors import UnavailableError
+from kvferry.pages.usrbio import UsrbioPages
+from kvferry.testing.places import ASKED
+folder, library, stack_bytes = sys.argv[1:]
+store = UsrbioPages(Path(folder), SystemClock(), ASKED, library=library,
+                    read_thread_count=2, write_thread_count=2)
+used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+limit_bytes = used_bytes + int(5.5 * int(stack_bytes))  # four daemons, one thread
+resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, -1))
+try:
+    store.open()
+except UnavailableError as error:
+    print(error.message)
+assert not signal.pthread_sigmask(signal.SIG_BLOCK, []), "signals stay blocked"
+assert ctypes.CDLL(library).hf3fs_emulation_count(b"rings") == 0
+"""
+
+
+def test_a_process_without_further_threads_keeps_its_signals_and_no_ring(emulation):
+    """Else an engine that did not start cannot be told to end."""
+    stack_bytes = 1 << 31
+    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_THREADS, str(emulation.mount / "kv"), str(emulation.path),
+         str(stack_bytes)],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_STACK, (stack_bytes, hard)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "too few threads for I/O" in done.stdout
+
+
 @pytest.mark.parametrize("count", [3, pytest.param(200, marks=pytest.mark.slow)])
 def test_what_killed_processes_leave_is_swept_by_the_next(emulation, count):
     folder = emulation.mount / "kv"

@@ -162,6 +162,12 @@ class UsrbioPages(FilePages):
                 "hf3fs_fuse_main runs and has this host's /dev/shm, and at its iov_limit",
                 errno=error.errno,
             ) from error
+        except RuntimeError as error:
+            raise UnavailableError(
+                "pages.threads",
+                f"too few threads for I/O: {error}: "
+                "raise the limit of processes (ulimit -u, the container's pids limit)",
+            ) from error
 
     def _share(self, pool: UsrbioPool, length_bytes: int) -> SharedMemory:
         memory = SharedMemory(self._mount.point, length_bytes, self._clock)
