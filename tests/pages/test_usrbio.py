@@ -292,3 +292,17 @@ def test_a_forked_child_takes_nothing_from_its_parent(emulation):
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         assert len(emulation.links()) == 1
         assert driver.read(PAGE, HOME).result.outcome is Outcome.OK
+
+
+def test_close_in_a_forked_child_does_not_call_the_library(emulation):
+    """Threads that only the parent has may hold its locks: the child would hang."""
+    with opened(emulation) as driver:
+        driver.write(PAGE, HOME)
+        child = os.fork()
+        if child == 0:
+            driver.store._descriptors._closing = lambda _: os._exit(3)
+            driver.store.close()
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert driver.read(PAGE, HOME).result.outcome is Outcome.OK
+    assert emulation.left_over() == []

@@ -112,6 +112,7 @@ def test_memory_in_the_shm_of_another_container_is_not_swept(emulation):
         (errno.EINVAL, "share the host's /dev/shm"),
         (errno.EACCES, "run this as the user that the daemon runs as"),
         (errno.EMFILE, "iov_limit"),
+        (errno.ENOTCONN, "start hf3fs_fuse_main"),
     ],
 )
 def test_a_daemon_that_cannot_map_staging(emulation, monkeypatch, number, words):
@@ -123,6 +124,20 @@ def test_a_daemon_that_cannot_map_staging(emulation, monkeypatch, number, words)
     monkeypatch.setattr(os, "symlink", refusing)
     with pytest.raises(ConfigError, match=words):
         _open(emulation.mount / "kv", emulation.path)
+    assert emulation.left_over() == []
+
+
+def test_no_file_left_for_shared_memory(emulation, monkeypatch):
+    store = UsrbioPlace(emulation).store()
+    store.open()
+
+    def refuse(*_):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(shared_memory.os, "posix_fallocate", refuse)
+    with pytest.raises(ConfigError, match=r"Too many open files.*ulimit -n"):
+        store.allocate(1 << 20)
+    store.close()
     assert emulation.left_over() == []
 
 

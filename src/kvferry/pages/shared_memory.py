@@ -26,6 +26,7 @@ SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "kvferry-"
 _NOT_ALLOWED = {errno.EACCES, errno.EPERM}
 _TOO_MANY = {errno.EMFILE, errno.ENFILE}
+_MOUNT_GONE = {errno.ENOTCONN, errno.ESTALE}
 
 
 def _uuid_text(raw: bytes) -> str:
@@ -136,6 +137,12 @@ def _no_memory(error: OSError, length_bytes: int) -> tuple[str, str]:
             "staging: give the container more (docker --shm-size, a larger /dev/shm volume), or "
             "lower staging_bytes",
         )
+    if error.errno in _TOO_MANY:
+        return (
+            "pages.file_limit",
+            f"no shared memory in {SHARED_MEMORY}: {error.strerror}: raise the limit of open files "
+            "(ulimit -n)",
+        )
     return (
         "pages.shm",
         f"no shared memory in {SHARED_MEMORY}: {error.strerror}: mount the host's /dev/shm there, "
@@ -154,6 +161,12 @@ def _no_link(error: OSError, link: Path) -> tuple[str, str]:
         return (
             "pages.iov_limit",
             "the 3FS daemon has no room for more rings and memory: raise its iov_limit",
+        )
+    if error.errno in _MOUNT_GONE:
+        return (
+            "pages.mount_gone",
+            f"the 3FS daemon has ended ({link.parent}: {error.strerror}): start hf3fs_fuse_main "
+            "and mount it again",
         )
     return (
         "pages.shm_not_shared",

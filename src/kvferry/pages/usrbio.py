@@ -84,6 +84,7 @@ class UsrbioPages(FilePages):
         self._ring_deadline_s = ring_deadline_s
         self._mount: Mount | None = None
         self._memories: list[SharedMemory] = []
+        self._process = -1
 
     def overdue(self) -> Overdue:
         pool = self._open_pool()
@@ -99,6 +100,14 @@ class UsrbioPages(FilePages):
                 return super().open()
         return super().open()
 
+    def close(self) -> None:
+        """In a forked child the library is not called: threads that are not there may hold its
+        locks. Files stay open there, since their numbers stay registered."""
+        if self._pool is not None and self._process != os.getpid():
+            self._pool = None
+            self._stop(is_quiet=True)
+        super().close()
+
     def allocate(self, length_bytes: int) -> tuple[int, object]:
         memory = self._share(self._open_pool(), length_bytes)
         return memory.address, memory.memory
@@ -109,6 +118,7 @@ class UsrbioPages(FilePages):
         super().register(address, length_bytes)
 
     def _start(self) -> tuple[UsrbioPool, Descriptors]:
+        self._process = os.getpid()
         mount, alignment_bytes = self._mount, self._segments.facts.alignment_bytes
         if alignment_bytes < _CHUNK_BYTES_MIN:
             log.warning(
