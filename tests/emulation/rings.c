@@ -13,6 +13,7 @@ enum state { FREE, PREPARED, SUBMITTED, RUNNING, DONE, LOST };
 
 struct slot {
   enum state state;
+  uint64_t turn; /* when it was prepared, among those of its ring */
   char id[16];
   size_t iov_offset;
   int file;
@@ -32,7 +33,7 @@ struct ring {
   pthread_t daemon, preparer, waiter;
   bool has_preparer, has_waiter, is_ending;
   bool for_read;
-  uint64_t flags;
+  uint64_t flags, turns;
   char mount[256];
   int entries;
   bool has_again;
@@ -60,7 +61,8 @@ static bool is_past(struct timespec time) {
   return now.tv_sec > time.tv_sec || (now.tv_sec == time.tv_sec && now.tv_nsec >= time.tv_nsec);
 }
 
-/* The next one to serve, or NULL. Prepared ones may begin before they are submitted. */
+/* The next one to serve, or NULL: the one that was prepared first, unless by chance. Prepared ones
+ * may begin before they are submitted. */
 static struct slot *next_slot(struct ring *ring) {
   struct slot *found = NULL;
   int seen = 0;
@@ -69,7 +71,8 @@ static struct slot *next_slot(struct ring *ring) {
     const bool is_early = slot->state == PREPARED && happens(settings.implicit);
     if (is_early) count(&counters.implicit);
     if (slot->state != SUBMITTED && !is_early) continue;
-    if (found == NULL || (settings.reorder > 0 && chance() * ++seen < 1)) found = slot;
+    const bool is_first = found == NULL || (settings.reorder <= 0 && slot->turn < found->turn);
+    if (is_first || (settings.reorder > 0 && chance() * ++seen < 1)) found = slot;
     if (is_early) return slot;
   }
   return found;
@@ -194,7 +197,7 @@ int hf3fs_prep_io(const struct hf3fs_ior *ior, const struct hf3fs_iov *iov, bool
   while (index < ring->entries && ring->slots[index].state != FREE) ++index;
   if (index < ring->entries) {
     struct slot *slot = &ring->slots[index];
-    *slot = (struct slot){PREPARED, {0}, iov_offset, file, (off_t)offset, length, userdata, 0, {0}};
+    *slot = (struct slot){PREPARED, ++ring->turns, {0}, iov_offset, file, (off_t)offset, length, userdata, 0, {0}};
     memcpy(slot->id, iov->id, sizeof slot->id);
     if (settings.implicit > 0) pthread_cond_broadcast(&ring->changed);
   } else {
