@@ -197,7 +197,8 @@ int hf3fs_prep_io(const struct hf3fs_ior *ior, const struct hf3fs_iov *iov, bool
   while (index < ring->entries && ring->slots[index].state != FREE) ++index;
   if (index < ring->entries) {
     struct slot *slot = &ring->slots[index];
-    *slot = (struct slot){PREPARED, ++ring->turns, {0}, iov_offset, file, (off_t)offset, length, userdata, 0, {0}};
+    *slot = (struct slot){PREPARED, ++ring->turns, {0}, iov_offset, file, (off_t)offset, length,
+                          userdata, 0, {0}};
     memcpy(slot->id, iov->id, sizeof slot->id);
     if (settings.implicit > 0) pthread_cond_broadcast(&ring->changed);
   } else {
