@@ -25,6 +25,7 @@ from kvferry.transfer.messages import (
     seal_message,
 )
 from kvferry.transfer.reads import ChunkJob
+from kvferry.transfer.resting import Resting
 from kvferry.transfer.session import Peers
 from kvferry.transfer.settings import Settings
 
@@ -65,7 +66,7 @@ class Invitations:
         self._description = b""
         self._count = 0
         self._open: dict[int, _Invitation] = {}
-        self._resting: list[tuple[float, int]] = []  # until when, slot
+        self._resting = Resting(staging, clock, settings.rest_s)
 
     def open(self, description: bytes) -> None:
         """`description`: of our end, which opens staging to whoever has it."""
@@ -121,7 +122,7 @@ class Invitations:
         self._close(invitation)
         self._metrics.count("kvferry_transfer_pages_total", outcome=answer.outcome.value)
         if answer.outcome is Outcome.LOST:
-            self._rest(chunk.slot)
+            self._resting.add(chunk.slot)
         elif answer.outcome is Outcome.WRITTEN and chunk.is_wanted:
             self._observe(chunk)
             chunk.checksums = answer.checksums
@@ -153,7 +154,8 @@ class Invitations:
         for (is_wanted, *_), invitations in due.items():
             for first in range(0, len(invitations), PLACES_MAX):
                 self._say(invitations[first : first + PLACES_MAX], is_wanted, now_s)
-        self._end_rests(now_s)
+        self._resting.step()
+        self._metrics.set("kvferry_transfer_quarantine_bytes", self.quarantine_bytes)
         return lost
 
     def _is_due(self, invitation: _Invitation, now_s: float) -> bool:
@@ -193,21 +195,11 @@ class Invitations:
         self._peers.want(chunk.offer)
         if self._peers.is_gone(chunk.offer.boot):
             self._close(invitation)
-            self._rest(chunk.slot)
+            self._resting.add(chunk.slot)
 
     def _close(self, invitation: _Invitation) -> None:
         del self._open[invitation.place.number]
         invitation.chunk.session.invited_count -= 1
-
-    def _rest(self, slot: int) -> None:
-        self._resting.append((self._clock.now_s() + self._settings.rest_s, slot))
-
-    def _end_rests(self, now_s: float) -> None:
-        for until_s, slot in self._resting:
-            if now_s >= until_s:
-                self._staging.give_back(slot)
-        self._resting = [rest for rest in self._resting if now_s < rest[0]]
-        self._metrics.set("kvferry_transfer_quarantine_bytes", self.quarantine_bytes)
 
     def _observe(self, chunk: ChunkJob) -> None:
         channel: PushChannel = chunk.channel

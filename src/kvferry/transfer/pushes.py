@@ -42,6 +42,7 @@ from kvferry.transfer.messages import (
     Stop,
     seal_message,
 )
+from kvferry.transfer.resting import Resting
 from kvferry.transfer.settings import Settings
 from kvferry.transfer.topology import ADDRESS_MAX, COUNT_MAX, RankLayout
 
@@ -135,7 +136,7 @@ class Pushes:
         self._gathers: dict[tuple[Cut, int], _Page] = {}
         self._writes: dict[int, _Page] = {}
         self._tables: dict[tuple, int] = {}  # of readers and of own staging, by size of page
-        self._resting: list[tuple[float, int]] = []
+        self._resting = Resting(self._staging, clock, settings.rest_s)
 
     def open(self) -> None:
         self._staging.open()
@@ -200,7 +201,7 @@ class Pushes:
 
     def step(self) -> bool:
         """One round. True if anything moved."""
-        self._end_rests()
+        self._resting.step()
         moved = False
         for cut, gatherer in self._gatherers.items():
             for done in gatherer.copier.poll():
@@ -222,7 +223,7 @@ class Pushes:
             self._free(page)
             self._close(page)
         elif event.ending is Ending.LOST:
-            self._resting.append((self._clock.now_s() + self._settings.rest_s, page.slot))
+            self._resting.add(page.slot)
             page.slot = 0
             self._end(page, Outcome.LOST)
         else:
@@ -389,13 +390,6 @@ class Pushes:
                 self._transfers.pop(source.request_id, None)
         if over:
             self._pages = {k: page for k, page in self._pages.items() if page.transfer not in over}
-
-    def _end_rests(self) -> None:
-        now_s = self._clock.now_s()
-        for until_s, slot in self._resting:
-            if now_s >= until_s:
-                self._staging.give_back(slot)
-        self._resting = [rest for rest in self._resting if now_s < rest[0]]
 
 
 def _blocks(source: _Source, page: _Page) -> tuple[int, ...] | None:

@@ -16,6 +16,7 @@ from kvferry.transfer.channel import Channel
 from kvferry.transfer.halves import Load
 from kvferry.transfer.params import Offer
 from kvferry.transfer.plan import ChunkRead, ChunkWrite
+from kvferry.transfer.resting import Resting
 from kvferry.transfer.session import Peers, Session
 from kvferry.transfer.settings import Settings
 
@@ -79,7 +80,7 @@ class Reads:
         self._peers = peers
         self._staging = staging
         self._out: dict[int, ChunkJob] = {}
-        self._resting: list[tuple[float, int]] = []  # until when, slot
+        self._resting = Resting(staging, clock, settings.rest_s)
 
     def open(self, description: bytes) -> None:
         """Sources need not know of reads."""
@@ -143,7 +144,7 @@ class Reads:
             self._metrics.observe("kvferry_transfer_read_size_bytes", size_bytes, peer=peer)
         if event.ending is Ending.LOST:
             self._peers.lose(chunk.session)
-            self._resting.append((chunk.ended_s + self._settings.rest_s, chunk.slot))
+            self._resting.add(chunk.slot)
         elif event.ending is Ending.DONE and chunk.is_wanted:
             return chunk
         else:
@@ -158,10 +159,6 @@ class Reads:
 
     def step(self) -> list[ChunkJob]:
         """Returns chunks that cannot come any more: of reads, `take` says so."""
-        now_s = self._clock.now_s()
-        for until_s, slot in self._resting:
-            if now_s >= until_s:
-                self._staging.give_back(slot)
-        self._resting = [rest for rest in self._resting if now_s < rest[0]]
+        self._resting.step()
         self._metrics.set("kvferry_transfer_quarantine_bytes", self.quarantine_bytes)
         return []
